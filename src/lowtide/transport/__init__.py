@@ -1,0 +1,1 @@
+"""Moves payloads between replicas; knows ranks and bytes, not training."""
