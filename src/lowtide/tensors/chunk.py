@@ -76,6 +76,7 @@ class Tile:
         if is_small(shape, self.small):
             return None
         rows, cols = matrix(shape)
+        # a 2 x 100,000 matrix in square tiles would be 97 % padding
         flat = min(rows, cols) < min(SKINNY, self.edge)
         return Cut(rows, cols, self.edge, self.edge, flat)
 

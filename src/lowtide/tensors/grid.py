@@ -99,6 +99,7 @@ class Grid:
     def blocks(self) -> Iterator[tuple[int, int, Tiles | None]]:
         """Cuts `0 .. size` into ranges that stay in cache: `(start, stop, group)`, whole tiles, `None` for the tail."""
         for group in self.groups:
+            # at least one tile, however large
             step = max(1, BLOCK // group.span) * group.span
             for start in range(group.offset, group.stop, step):
                 yield start, min(start + step, group.stop), group

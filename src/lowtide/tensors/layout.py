@@ -76,6 +76,7 @@ class Layout:
         offset = 0
         owners = iter(range(len(entries)))
         shapes = list(dict.fromkeys((cut.tile_rows, cut.tile_cols) for cut in cuts if cut))
+        # tiles of one shape stand together, so that a codec handles them in one call
         for shape in shapes:
             placed = [
                 (number, cut) for number, cut in enumerate(cuts) if cut and (cut.tile_rows, cut.tile_cols) == shape
@@ -122,11 +123,13 @@ class Layout:
             device = tensors[0].device if tensors else None
             out = torch.empty(*lead, self.grid.size, device=device)
         with torch.no_grad():
+            # views are made by strides, which mean what they say on contiguous memory only
             flat = [tensor.detach().contiguous() for tensor in tensors]
             targets = [_view(out, patch.target, len(lead)) for patch in self.patches]
             sources = [_view(flat[patch.tensor], patch.source, len(lead)) for patch in self.patches]
             if targets:
                 torch._foreach_copy_(targets, sources)
+            # a used buffer may hold anything there
             self.clear_padding(out)
         return out
 
@@ -142,6 +145,7 @@ class Layout:
             sources = [_view(buffer, patch.target, len(lead)) for patch in self.patches]
             if targets:
                 torch._foreach_copy_(targets, sources)
+            # tensors in another memory format were written beside, and are copied once more
             for tensor, copy in zip(tensors, flat, strict=True):
                 if not tensor.is_contiguous():
                     tensor.detach().copy_(copy)
@@ -268,6 +272,7 @@ def _stack(pieces: list[_Piece], offset: int, owners: list[int]) -> Tiles:
         torch.zeros(0, span, dtype=torch.bool),
     )
     if padded:
+        # the padding's own views, laid over a map of the group: no second description of where it is
         inside = torch.ones(count * span, dtype=torch.bool)
         torch._foreach_zero_([_view(inside, pad, 0) for pad in padded])
         valid = inside.view(count, span).sum(1)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from lowtide.errors import ModelError
 from lowtide.tensors.layout import Entry
 
+# what torch.compile, DDP and FSDP put into the names of a model they wrap
 _WRAPPERS = ("_orig_mod.", "module.", "_fsdp_wrapped_module.")
 
 
@@ -32,6 +33,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             continue
         storage = local(parameter).untyped_storage().data_ptr()
         place = (storage, int(local(parameter).storage_offset()), parameter.numel())
+        # two parameters over the same memory are one, even if they are not the same object
         if storage and place in seen:
             continue
         seen.add(place)
