@@ -1,0 +1,137 @@
+"""Owners combine: what a machine receives stays the same however many replicas there are.
+
+Tiles are owned in turn by ranks. Each replica sends every owner its part of the payload (scatter); the owner
+combines, adds what its last re-encoding left over, encodes again and sends that to all (gather). The second
+residual lives with the owner, so nothing is lost on the way down either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from lowtide.codec import Codec, Coefficients, Transform, Turn, chain, dct, stat, top_k
+from lowtide.messages import Gather, Inbox, Scatter
+from lowtide.sync.combine import Combine, mean_of_contributors
+from lowtide.sync.exchange.base import Closed, Exchange, Leg, Me, Outcome
+from lowtide.tensors import Chunker, Grid, Tiles
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """Two legs: up to the owners, down from them."""
+
+    up: Codec
+    down: Codec
+    combine: Combine
+    private: bool = False
+    shared_memory: frozenset[str] = frozenset()
+
+    @property
+    def chunker(self) -> Chunker:
+        return self.up.chunker
+
+    @property
+    def transform(self) -> Transform:
+        return self.up.transform
+
+    def init(self, grid: Grid, device: torch.device) -> dict[str, Tensor]:
+        return {}
+
+    def open(self, signal: Tensor | None, grid: Grid, me: Me) -> Leg:
+        shards = split(grid, me.size)
+        turn = Turn(me.event, me.weight)
+        if signal is None:
+            return Leg(Scatter(tuple(self.up.abstain(shard.grid, turn) for shard in shards)))
+        payloads = tuple(self.up.encode(signal[shard.index], shard.grid, turn) for shard in shards)
+        sent = [self.up.decode(payload, shard.grid, turn) for payload, shard in zip(payloads, shards, strict=True)]
+        return Leg(Scatter(payloads), {"value": torch.cat([s.value for s in sent]), "index": torch.cat(
+            [shard.index[_positions(s)] for s, shard in zip(sent, shards, strict=True)])})  # fmt: skip
+
+    def advance(
+        self, signal: Tensor | None, grid: Grid, carry: dict[str, Tensor], inbox: Inbox, me: Me
+    ) -> Leg | Outcome | Closed:
+        shards = split(grid, me.size)
+        if "down" not in carry:
+            return self._down(shards[me.rank], carry, inbox, me)
+        decoded = [
+            self.down.decode(payload, shards[rank].grid, Turn(me.event))
+            for rank, payload in zip(inbox.ranks, inbox.payloads, strict=True)
+        ]
+        index = torch.cat(
+            [shards[rank].index[_positions(part)] for rank, part in zip(inbox.ranks, decoded, strict=True)]
+        )
+        order = index.argsort()
+        value = torch.cat([part.value for part in decoded])[order]
+        result = Coefficients(value, index[order], grid.size)
+        sent = Coefficients.nothing(grid.size, me.device)
+        if signal is not None:
+            place = carry["index"].argsort()
+            sent = Coefficients(carry["value"][place], carry["index"][place], grid.size, me.weight)
+        return Outcome((result.to(me.device),), sent.to(me.device), inbox.ranks)
+
+    def _down(self, shard: Shard, carry: dict[str, Tensor], inbox: Inbox, me: Me) -> Leg:
+        """What an owner makes of the parts it was sent."""
+        parts = [self.up.decode(payload, shard.grid, Turn(me.event)) for payload in inbox.payloads]
+        parts = [part for part in self.combine.prepare(parts) if part.weight > 0]
+        total = shard.grid.zeros()
+        if parts:
+            self.combine.block(parts, 0, shard.grid.size, total)
+        total += me.memory.get("owed", torch.zeros(1))
+        turn = Turn(me.event)
+        payload = self.down.encode(total, shard.grid, turn)
+        me.memory["owed"] = self.down.decode(payload, shard.grid, turn).subtract_from(total)
+        return Leg(Gather(payload), carry | {"down": torch.ones(1)})
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One owner's part of a grid: its own grid, and where each of its elements lies in the whole."""
+
+    grid: Grid
+    index: Tensor
+
+
+@lru_cache(maxsize=32)
+def split(grid: Grid, owners: int) -> tuple[Shard, ...]:
+    """Deal the tiles of every group out in turn; the tail goes to the owners in one piece a tensor."""
+    return tuple(_shard(grid, owner, owners) for owner in range(owners))
+
+
+def _shard(grid: Grid, owner: int, owners: int) -> Shard:
+    groups: list[Tiles] = []
+    index: list[Tensor] = []
+    offset = 0
+    for group in grid.groups:
+        mine = torch.arange(group.count)[owner::owners]
+        if not len(mine):
+            continue
+        edge = torch.isin(group.edges, mine)
+        numbers = torch.unique(group.owner[mine], return_inverse=True)[1]
+        first = max((int(g.owner.max()) + 1 for g in groups), default=0)
+        groups.append(
+            Tiles(offset, len(mine), group.rows, group.cols, numbers + first, group.valid[mine],
+                  (group.edges[edge] - owner) // owners, group.mask[edge])
+        )  # fmt: skip
+        index.append((mine[:, None] * group.span + torch.arange(group.span) + group.offset).flatten())
+        offset = groups[-1].stop
+    starts = torch.tensor([0, *grid.tail]).cumsum(0) + grid.body
+    tails = [number for number in range(len(grid.tail)) if number % owners == owner]
+    index += [torch.arange(int(starts[number]), int(starts[number + 1])) for number in tails]
+    whole = torch.cat(index) if index else torch.zeros(0, dtype=torch.int64)
+    # equal shapes of different owners are different shards: their payloads must not be taken for each other
+    origin = grid.identity + owner.to_bytes(4, "little")
+    return Shard(Grid(tuple(groups), tuple(grid.tail[number] for number in tails), origin), whole)
+
+
+def _positions(part: Coefficients) -> Tensor:
+    return torch.arange(part.value.numel()) if part.index is None else part.index
+
+
+def sharded(up: Codec | None = None, down: Codec | None = None, combine: Combine | None = None) -> Exchange:
+    """Owners combine and encode again; by default up to 1 of 32 at 2 bits, down to 1 of 8 at 4 bits."""
+    default_up = up or chain(dct(64), top_k(1 / 32), stat(4))
+    return Sharded(default_up, down or chain(dct(64), top_k(1 / 8), stat(16)), combine or mean_of_contributors())
