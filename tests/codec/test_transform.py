@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowtide.codec import Transform, dct, identity
+from lowtide.codec import Transform, dct, identity, transform_named
 from lowtide.codec.transform import basis, times
 from lowtide.errors import ConfigError
 from lowtide.tensors import Entry, Layout, divisor, flat, tile
@@ -164,3 +164,9 @@ def test_wire_numbers_never_change():
 def test_tiles_too_small_to_transform_are_refused(edge):
     with pytest.raises(ConfigError, match=f"at least 2 x 2, not {edge}\nhint: "):
         dct(edge)
+
+
+def test_a_transform_is_found_by_its_name_and_nothing_else():
+    assert (transform_named("dct"), transform_named("none")) == (dct(64), identity())
+    with pytest.raises(ConfigError, match="unknown transform 'fft'; known: dct, none"):
+        transform_named("fft")

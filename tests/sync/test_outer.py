@@ -186,3 +186,9 @@ def test_a_rate_that_is_no_rate_is_refused(make, rate):
 def test_a_momentum_that_never_fades_is_refused(make, mu):
     with pytest.raises(ConfigError, match=r"momentum must be in \[0, 1\), not .*\nhint"):
         make(0.7, mu)
+
+
+@pytest.mark.parametrize("then", [assign(), private_nesterov()])
+def test_eager_refuses_a_rule_that_steps_no_anchor_or_asks_for_more(then):
+    with pytest.raises(ConfigError, match=r"eager needs a rule that steps an anchor, not .*\nhint: "):
+        eager(then)

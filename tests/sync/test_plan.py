@@ -59,6 +59,10 @@ def plan(**parts) -> Plan:
             "a gradient is needed at once, but delay=1",
         ),
         ({"signal": gradient(), "outer": inner(), "when": one_late(5)}, "a gradient is needed at once, but delay=5"),
+        (
+            {"when": one_late(5), "residual": error_feedback(1.0)},
+            "a residual needs each round decided before the next, but delay=5 is not under period=5",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_refused_by_name(parts, message):
@@ -214,3 +218,17 @@ def test_an_option_beside_a_preset_wins_and_shows():
 def test_an_option_that_cannot_work_has_one_exact_error(make, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
         make()
+
+
+@pytest.mark.parametrize(
+    ("method", "state"),
+    [
+        (muloco(), "anchor, momentum"),
+        (muloco(bits=4, feedback=0.9), "anchor, residual, momentum"),
+        (fda(), "anchor, direction"),
+        (fda(estimator="norm"), "anchor"),
+        (fda(estimator="norm", server="adam"), "anchor, first, second"),
+    ],
+)
+def test_the_state_that_is_named_is_the_one_that_is_kept(method, state):
+    assert method.state == state

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowtide.sync import ModelReplica
-from lowtide.sync.replica import GRADIENTS, PARAMETERS, names_of, nonfinite
+from lowtide.sync.replica import GRADIENTS, PARAMETERS, nonfinite
 from lowtide.tensors import Layout, entries, tile, trainable, whole
 
 
@@ -84,9 +84,3 @@ def test_one_bad_value_anywhere_is_found(place, bad):
 
 def test_two_infinities_do_not_hide_each_other():
     assert nonfinite(torch.tensor([math.inf, -math.inf, 1.0]))
-
-
-def test_names_of_layouts_are_those_of_their_tensors():
-    net = nn.Linear(80, 70)
-    _, layout = build(net)
-    assert names_of([layout, layout.restrict(lambda entry: entry.name == "bias")]) == {"weight", "bias"}

@@ -18,16 +18,18 @@ class Turn:
     `event` seeds everything that is random and shared. `memory` is a copy: it is kept only if the event is.
     """
 
+    # not frozen: a selector leaves its next memory in it
     event: int = 0
     weight: float = 1.0
     memory: dict[str, Tensor] = field(default_factory=dict)
 
 
+# compared by identity, since tensors have no single truth value
 @dataclass(frozen=True, eq=False)
 class Coefficients:
     """A decoded payload: values at positions of a buffer, in the basis of the codec.
 
-    `index` ascends; `None` means that every position has a value. An empty weight means the sender took no part.
+    `index` ascends; `None` means that every position has a value. A weight of zero means that the sender took no part.
     """
 
     value: Tensor
@@ -52,6 +54,7 @@ class Coefficients:
         if self.index is None:
             return self.value[start:stop], None
         # the index ascends, so a range of positions is a range of values
+        # one call for both ends: on a device each would be a wait of its own
         bounds = torch.tensor([start, stop], device=self.index.device)
         first, last = torch.searchsorted(self.index, bounds).tolist()
         return self.value[first:last], self.index[first:last] - start
@@ -60,15 +63,18 @@ class Coefficients:
         """Take the values out of a buffer, in place."""
         if self.index is None:
             return buffer.sub_(self.value)
+        # no position comes twice, so the order in which a device adds cannot matter
         return buffer.index_add_(0, self.index, self.value, alpha=-1)
 
     def dense(self) -> Tensor:
         """The values in a full buffer, zero elsewhere."""
         if self.index is None:
+            # not copied: whoever works in place on the result takes a clone first
             return self.value
         return self.value.new_zeros(self.size).index_copy_(0, self.index, self.value)
 
 
+# checkable, so that `chain` tells its parts apart by what they can do
 @runtime_checkable
 class Transform(Protocol):
     """An orthonormal change of basis of every tile; the tail is left alone."""
@@ -94,7 +100,7 @@ class Codec(Protocol):
     """Signal <-> payload; pure.
 
     Laws, tested for every codec: what is decoded depends on the bytes only; encoding what was decoded gives it again
-    where the quantiser is exact; `len(payload)` is the closed formula `nbytes`.
+    where the quantiser is exact; a closed formula gives `len(payload)`.
     """
 
     @property

@@ -33,6 +33,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         count, most = self.select.count if isinstance(self.select, TopK) else None, self.chunker.most
+        # a most of 0 means no limit; unchecked, this would only fail at the first round
         if count and 0 < most < count:
             raise ConfigError(
                 f"top_k(count={count}) of tiles with {most} elements\nhint: at most {most} of a tile can be kept"
@@ -44,9 +45,11 @@ class Chain:
         values = (
             coefficients[: grid.body] if index is None else coefficients.index_select(0, index.to(coefficients.device))
         )
+        # a quantiser scales each tensor by itself, so it must know where one ends
         lengths = self._lengths(grid, index)
         sections, blocks = ([], []) if self.select.shared else self._code_positions(grid, index)
         blocks.append(self.quantizer.encode(values, lengths))
+        # last, since its length is known: that tells a receiver where the values end
         if grid.tail:
             blocks.append(self.tail.encode(grid.tail_view(coefficients), grid.tail))
         header = replace(self._header(grid, turn), sections=len(sections), count=values.numel(), weight=turn.weight)
@@ -60,6 +63,7 @@ class Chain:
         """Positions and values, bounds checked; the tail is appended in full."""
         header, sections, body = frame.unseal(payload)
         frame.expect(header, self._header(grid, turn))
+        # after the check: even an abstention has to belong to this codec and event
         if header.kind == frame.NOTHING:
             if sections or len(body) or header.count:
                 raise PayloadError(f"an abstaining payload carries nothing, this has {len(body)} bytes")
@@ -79,6 +83,7 @@ class Chain:
             value = torch.cat([value, self.tail.decode(body[expected - tail_bytes :], grid.tail)])
             if index is not None:
                 index = torch.cat([index, torch.arange(grid.body, grid.size)])
+        # a finite code times a claimed scale may still overflow
         if value.numel() and not bool(torch.isfinite(torch.stack(torch.aminmax(value))).all()):
             raise PayloadError("the payload holds values that are not finite")
         return Coefficients(value, index, grid.size, header.weight)
@@ -102,6 +107,7 @@ class Chain:
     def unpack(self, payload: bytes, shape: Sequence[int], turn: Turn | None = None) -> Tensor:
         """The plain tensor that a payload of `pack` says."""
         layout = Layout.single(shape, self.chunker)
+        # a clone, since the inverse works in place and a dense tensor is the decoded one
         buffer = self.decode(payload, layout.grid, turn or Turn()).dense().clone()
         tensor = torch.empty(tuple(shape))
         layout.scatter(self.transform.inverse_(buffer, layout.grid), [tensor])
@@ -109,6 +115,7 @@ class Chain:
 
     def _header(self, grid: Grid, turn: Turn) -> Header:
         """The fields that sender and receiver must agree on."""
+        # count and weight are left open: they are each sender's own
         codes = (self.transform.code, self.select.code, self.quantizer.code, self.tail.code, self.quantizer.parameter)
         return Header(
             frame.COEFFICIENTS, *codes, sections=0, weight=1.0, selection=self.select.selection,
@@ -140,6 +147,7 @@ class Chain:
             first, last = np.searchsorted(positions, [group.offset, group.stop])
             inside = positions[first:last] - group.offset
             counts, span = self._runs(group, len(inside))
+            # counted from the start of its run, a position takes the fewest bits
             base = np.repeat(np.arange(len(counts), dtype=np.int64) * span, counts)
             block = encode_index(inside - base, counts, span)
             sections.append(Section(block.coding, block.parameter, len(inside), len(block.data)))
@@ -151,6 +159,7 @@ class Chain:
     ) -> tuple[Tensor | None, memoryview]:
         """The positions in the buffer, and the bytes behind their code."""
         if self.select.shared:
+            # no values are needed: a shared selection depends on event and geometry alone
             index = self.select.pick(torch.empty(0), grid, turn, mixed=self.transform.mixes)
             expected = grid.body if index is None else index.numel()
             if sections or header.count != expected:
@@ -165,6 +174,7 @@ class Chain:
         for group, section in zip(grid.groups, sections, strict=True):
             counts, span = self._runs(group, section.count)
             if (
+                # refused before any memory is set aside for what is claimed
                 section.nbytes > len(body)
                 or section.count != int(counts.sum())
                 or section.count > group.count * group.span
@@ -194,6 +204,7 @@ def chain(*parts: Transform | Selector | Quantizer, tail: str | None = None, chu
     """
     transform, select, quantizer = identity(), all_(), fp32()
     places = [_place(part) for part in parts]
+    # strictly ascending: no part twice, none out of order
     if places != sorted(set(places)):
         raise ConfigError(
             f"chain takes at most one transform, selector and quantiser, in this order, not {parts!r}\n"
@@ -206,6 +217,7 @@ def chain(*parts: Transform | Selector | Quantizer, tail: str | None = None, chu
             select = part
         else:
             quantizer = part
+    # a selection that does not look at values would spend bytes on padding
     unpadded = isinstance(transform, Identity) and select.shared
     edge = transform.edge if isinstance(transform, DCT) else 64
     tail_code = tail_named(tail or ("fp32" if quantizer.bits >= 16 else "int8"))

@@ -13,9 +13,11 @@ MAGIC = b"LOWT"
 MAJOR, MINOR = 1, 0
 NOTHING, COEFFICIENTS = 0, 1
 
+# `<` turns off alignment too: the same 64 bytes on every machine
 _HEADER = struct.Struct("<4sBBBBBBBBHHfIQQ8s16s")
 _SECTION = struct.Struct("<BBHIQQ")
 HEADER_BYTES, SECTION_BYTES = _HEADER.size, _SECTION.size
+# at the end, so that hashing skips it by stopping early
 _DIGEST = slice(48, 64)
 
 
@@ -51,16 +53,19 @@ def digest(header: bytes, body: bytes | memoryview) -> bytes:
     """SHA-256 over the header with an empty digest field and the body, cut to 16 bytes."""
     state = hashlib.sha256(header[: _DIGEST.start])
     state.update(body)
+    # half is plenty: it guards against damage, not against a peer that could hash its lie as well
     return state.digest()[:16]
 
 
 def seal(header: Header, sections: list[Section], blocks: list[bytes]) -> bytes:
     """One payload from its parts."""
+    # the weight is rounded to fp32 here, and a sender too works with the one that arrived
     head = _HEADER.pack(
         MAGIC, MAJOR, MINOR, header.kind, 0, header.transform, header.select, header.quantizer, header.tail,
         header.parameter, header.sections, header.weight, header.selection, header.event, header.count, header.grid,
         bytes(16),
     )  # fmt: skip
+    # spare fields are zero and checked on arrival, so that a later format may use them
     table = b"".join(_SECTION.pack(s.coding, 0, s.parameter, 0, s.count, s.nbytes) for s in sections)
     body = b"".join([table, *blocks])
     return head[: _DIGEST.start] + digest(head, body) + body
@@ -99,6 +104,7 @@ def unseal(payload: bytes) -> tuple[Header, list[Section], memoryview]:
     body = memoryview(payload)[HEADER_BYTES:]
     if digest(payload[:HEADER_BYTES], body) != claimed:
         raise PayloadError("the digest does not match: the payload was damaged on its way")
+    # one weight that is negative or NaN would spoil the mean of every replica
     if zero or kind not in (NOTHING, COEFFICIENTS) or not (math.isfinite(weight) and weight >= 0):
         raise PayloadError(f"impossible header: kind={kind}, weight={weight}, reserved={zero}")
     header = Header(
@@ -130,4 +136,5 @@ def expect(header: Header, wanted: Header) -> None:
 
 def empty(header: Header) -> bytes:
     """The payload of a replica that abstains: a header and nothing else."""
+    # a weight of zero keeps the sender out of every mean
     return seal(replace(header, kind=NOTHING, sections=0, weight=0.0, count=0), [], [])

@@ -53,6 +53,7 @@ class All:
     selection: int = 0
 
     def counts(self, group: Tiles) -> Tensor | None:
+        # padding counts too: a dense payload is the body as it lies
         return torch.full((group.count,), group.span)
 
     def pick(self, buffer: Tensor, grid: Grid, turn: Turn, *, mixed: bool) -> Tensor | None:
@@ -85,6 +86,7 @@ class TopK:
         for group in grid.groups:
             counts = self.counts(group)
             assert counts is not None
+            # a transform spreads the signal into the padding, whose coefficients then count like any other
             masked = None if mixed else (group.edges, group.mask)
             found.append(largest(group.view(buffer), counts, masked) + group.offset)
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)
@@ -97,7 +99,7 @@ class TopKTensor:
     density: float
     code: int = 2
     shared: bool = False
-    selection: int = 0
+    selection: int = 0  # the bounds stay at home: positions travel in full
 
     def counts(self, group: Tiles) -> Tensor | None:
         return None
@@ -134,6 +136,7 @@ class Threshold:
 
     def pick(self, buffer: Tensor, grid: Grid, turn: Turn, *, mixed: bool) -> Tensor | None:
         age = int(turn.memory.get("age", torch.zeros(1)))
+        # a copy: the memory belongs to the state until the event is committed
         bounds = turn.memory["bounds"].clone() if age % self.every else torch.zeros(grid.tensors, device=buffer.device)
         ranges = tensor_ranges(grid)
         for number in (bounds == 0).nonzero().flatten().tolist():
@@ -191,8 +194,10 @@ class Cyclic:
     def pick(self, buffer: Tensor, grid: Grid, turn: Turn, *, mixed: bool) -> Tensor | None:
         cycle = max(1, round(1 / self.density))
         starts = torch.arange(0, grid.body, cycle)
+        # always event 0: the order stands for the whole run, only the turn moves on
         shift = torch.randint(cycle, starts.shape, generator=generator(self.seed, 0))
         position = starts + (shift + turn.event) % cycle
+        # the last range may be shorter than a cycle: some of its turns fall outside
         return position[position < grid.body].to(buffer.device)
 
 
@@ -212,9 +217,12 @@ def strata(size: int, density: float, *, seed: int, event: int) -> Tensor:
     [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
     number = math.ceil(density * size - 1e-9)
+    # whole numbers only: a boundary must not depend on how a machine rounds
     bounds = torch.arange(number + 1) * size // max(number, 1)
     width = bounds[1:] - bounds[:-1]
+    # in double: in single, parts of a range wider than 2^24 could never be drawn
     draw = torch.rand(number, generator=generator(seed, event), dtype=torch.float64)
+    # a draw next to 1 may round up to the width itself
     return bounds[:-1] + (draw * width).long().clamp(max=width - 1)
 
 
@@ -228,6 +236,7 @@ def tensor_ranges(grid: Grid) -> list[tuple[int, int, Tensor]]:
     """For each tensor of the body: its first and last position, and how many of them are not padding."""
     found = []
     for group in grid.groups:
+        # numbers of tensors run on from group to group, so the group's first is taken off
         tiles = torch.bincount(group.owner - group.owner[0])
         stops = tiles.cumsum(0)
         valid = torch.zeros_like(tiles).index_add_(0, group.owner - group.owner[0], group.valid)
@@ -279,7 +288,9 @@ def top_k_tensor(density: float) -> Selector:
 def threshold(density: float, *, every: int = 16) -> Selector:
     """All over a bound that gives `density` when it is set, every `every` events."""
     if every < 1:
-        raise ConfigError(f"threshold is renewed every 1 or more events, not every={every}")
+        raise ConfigError(
+            f"threshold is renewed every 1 or more events, not every={every}\nhint: threshold(1/32, every=16)"
+        )
     return Threshold(checked_density(density), every)
 
 

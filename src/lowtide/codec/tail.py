@@ -61,7 +61,9 @@ class Int8:
         if some.any():
             starts = np.cumsum(counts) - counts
             scale[some] = np.maximum.reduceat(np.abs(values), starts[some]) / np.float32(127)
+        # else the largest value of a huge tensor would decode to infinity
         scale = np.minimum(scale, _MOST)
+        # all zeros: any divisor will do but zero
         spread = np.repeat(np.where(scale > 0, scale, np.float32(1)), lengths)
         codes = np.clip(np.rint(values / spread), -127, 127).astype(np.int8)
         return bytes(scale.astype("<f4").tobytes() + codes.tobytes())
@@ -69,6 +71,7 @@ class Int8:
     def decode(self, data: memoryview, lengths: tuple[int, ...]) -> Tensor:
         scale = np.frombuffer(data, "<f4", len(lengths)).astype(np.float32)
         codes = np.frombuffer(data, np.int8, offset=4 * len(lengths))
+        # no encoder writes -128, which has no positive twin; written so that a NaN fails as well
         if not ((scale >= 0) & (scale <= _MOST)).all() or (codes == -128).any():
             raise PayloadError(f"the tail has a scale outside of 0 to {_MOST:.3g}, or a code of -128")
         return torch.from_numpy(codes.astype(np.float32) * np.repeat(scale, lengths))

@@ -23,6 +23,7 @@ def largest(tiles: Tensor, counts: Tensor, padding: Padding | None = None) -> Te
     >>> largest(torch.tensor([[1.0, -3.0, 2.0, 3.0]]), torch.tensor([2])).tolist()
     [1, 3]
     """
+    # a partition takes the same time however many are kept; topk slows down with them
     if tiles.device.type != "cpu":
         return _on_device(tiles, counts, padding)
     hidden = np.empty(0, np.int64)
@@ -32,9 +33,11 @@ def largest(tiles: Tensor, counts: Tensor, padding: Padding | None = None) -> Te
     values, wanted = tiles.numpy(), counts.numpy()
 
     def work(start: int) -> np.ndarray:
+        # a copy, so that hiding the padding leaves the signal alone
         magnitude = np.abs(values[start : start + BLOCK])
         first, last = np.searchsorted(hidden, [start, start + BLOCK])
         if padding is not None and last > first:
+            # below zero, or padding could fill up a tile that has fewer values than wanted
             magnitude[hidden[first:last] - start] += np.where(padding[1][first:last].numpy(), 0.0, -np.inf).astype(
                 np.float32
             )
@@ -52,12 +55,14 @@ def largest(tiles: Tensor, counts: Tensor, padding: Padding | None = None) -> Te
 def _block(magnitude: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Positions in a block of tiles; tiles that want the same number share a call."""
     bound = np.empty(len(magnitude), np.float32)
+    # few turns: only tiles with padding want another number than the rest
     for number in np.unique(wanted):
         same = wanted == number
         place = magnitude.shape[1] - max(number, 1)
         rows = magnitude if same.all() else magnitude[same]
         bound[same] = np.partition(rows, place, axis=1)[:, place]
     keep = magnitude >= bound[:, None]
+    # seldom more than a few: equal magnitudes are rare, but for zeros
     tied = np.flatnonzero(keep.sum(1, dtype=np.int32) != wanted)
     if len(tied):
         over, at = magnitude[tied] > bound[tied, None], magnitude[tied] == bound[tied, None]
@@ -70,6 +75,7 @@ def kth_magnitude(magnitude: Tensor, number: int) -> Tensor:
     """The `number`-th largest value of each row."""
     if magnitude.device.type == "cpu":
         place = magnitude.shape[1] - number
+        # copied, since a view would keep the whole partitioned block alive
         return torch.from_numpy(np.partition(magnitude.numpy(), place, axis=1)[:, place].copy())
     return magnitude.topk(number, dim=1).values[:, -1]
 

@@ -34,6 +34,7 @@ class Mean:
 
     def block(self, parts: Sequence[Coefficients], start: int, stop: int, out: Tensor) -> Tensor:
         total = sum(part.weight for part in parts)
+        # no weight at all means no change, not 0 / 0
         return weighted_sum(parts, start, stop, out).div_(total) if total else out.zero_()
 
 
@@ -46,6 +47,7 @@ class MeanOfContributors:
 
     def block(self, parts: Sequence[Coefficients], start: int, stop: int, out: Tensor) -> Tensor:
         weight = torch.zeros_like(out)
+        # weights are kept position by position, since each has contributors of its own
         out.zero_()
         for part in parts:
             value, index = part.within(start, stop)
@@ -67,12 +69,15 @@ class ClipToMedian:
 
     def prepare(self, parts: Sequence[Coefficients]) -> Sequence[Coefficients]:
         parts = self.then.prepare(parts)
+        # who abstained has norm zero and would pull the median down
         present = [part for part in parts if part.weight > 0]
         if len(present) < 2:
             return parts
+        # in double: these squares are added up over the whole model
         norms = torch.stack([torch.linalg.vector_norm(part.value, dtype=torch.float64) for part in present])
         median = float(norms.quantile(0.5))
         return [
+            # a new tensor: ours is also what leaves our residual, and that must not shrink
             replace(part, value=part.value * (median / float(norm))) if float(norm) > median else part
             for part, norm in zip(present, norms, strict=True)
         ]
@@ -91,12 +96,14 @@ class SignOfMean:
         return self.then.prepare(parts)
 
     def block(self, parts: Sequence[Coefficients], start: int, stop: int, out: Tensor) -> Tensor:
+        # zero stays zero: a tie, or a position that nobody sent, moves nothing
         return self.then.block(parts, start, stop, out).sign_()
 
 
 def weighted_sum(parts: Sequence[Coefficients], start: int, stop: int, out: Tensor) -> Tensor:
     """`sum w_i x_i` over a range of positions, in the order of the parts."""
     out.zero_()
+    # in turn, since another order rounds otherwise and replicas would part
     for part in parts:
         value, index = part.within(start, stop)
         if index is None:

@@ -42,6 +42,7 @@ def apply(rounds: Round, replica: Replica, flight: Flight, outcome: Outcome, *, 
     """Residual, combine, invert, outer step, merge; then write the live value."""
     plan = rounds.plan
     desk = _desk(rounds, replica, flight, final=final)
+    # a sick replica got nothing across, so its residual stays as it is
     keeps = plan.residual.keeps and not flight.sick
     if keeps:
         # the proposal becomes the residual, the old residual becomes scratch: nothing is copied
@@ -50,6 +51,7 @@ def apply(rounds: Round, replica: Replica, flight: Flight, outcome: Outcome, *, 
         rounds.state.private["residual"] = flight.signal
     elif flight.sick:
         _make_room(flight.signal, outcome)
+    # before the first range, so that all ranges see the same number
     _count(rounds)
     work = torch.empty(0, device=rounds.device)
     for start, stop, group in rounds.grid.blocks():
@@ -58,14 +60,17 @@ def apply(rounds: Round, replica: Replica, flight: Flight, outcome: Outcome, *, 
         block = outcome.block(start, stop, work[: stop - start])
         if keeps and plan.residual.writes_back:
             block = block.copy_(rounds.state.private["residual"][start:stop].add_(block))
+        # after combining: the transform is linear, so one inverse serves all replicas
         if group is not None:
             plan.exchange.transform.inverse_block_(block, group.rows, group.cols)
         agreed = plan.outer.step(block, _seen(rounds, flight, outcome, desk, slice(start, stop)))
         merged = desk.merge.merge(agreed, _cut(desk.current, start, stop), _cut(desk.snapshot, start, stop))
+        # most rules work in place, and then there is nothing to copy
         if merged.data_ptr() != desk.live[start:stop].data_ptr():
             desk.live[start:stop].copy_(merged)
     if rounds.anchor is not None:
         rounds.layout.clear_padding(rounds.anchor)  # an inverse transform may reach into it
+    # once and last: the model is never seen half changed
     replica.write(plan.signal.target, rounds.layout, desk.live)
     _clear(rounds, flight, desk)
 
@@ -75,6 +80,7 @@ def heal(rounds: Round, replica: Replica, flight: Flight) -> None:
     if rounds.anchor is not None:
         replica.write(PARAMETERS, rounds.layout, rounds.anchor)
     elif rounds.plan.before_step:
+        # an inner optimizer's moments would keep a NaN for good
         replica.write(GRADIENTS, rounds.layout, flight.signal.zero_())
 
 
@@ -82,6 +88,7 @@ def _desk(rounds: Round, replica: Replica, flight: Flight, *, final: bool) -> De
     """Choose the buffers, with as few of them as the plan allows."""
     plan = rounds.plan
     merge = plan.merge
+    # sick: nothing worth keeping; final: all must end equal; no delay: nothing was done meanwhile
     if flight.sick or final or (isinstance(merge, Rebase) and not plan.when.delay):
         merge = Replace()
     current = None
@@ -91,8 +98,10 @@ def _desk(rounds: Round, replica: Replica, flight: Flight, *, final: bool) -> De
         assert current is not None
         live = current
     elif rounds.anchor is not None:
+        # the rule steps the anchor in place, so the agreed value stands there already
         live = rounds.anchor
     else:
+        # with a residual, the signal's buffer has just become the residual
         live = rounds.scratch.take() if plan.residual.keeps else flight.signal
     lost = "fresh" in plan.outer.needs and current is not None and nonfinite(current)
     return Desk(live, current, flight.snapshot, flight.signal, merge, lost)
@@ -100,6 +109,7 @@ def _desk(rounds: Round, replica: Replica, flight: Flight, *, final: bool) -> De
 
 def _clear(rounds: Round, flight: Flight, desk: Desk) -> None:
     """Hand back every buffer that has not become part of the state."""
+    # by identity: one buffer often plays two parts, and must not be handed back twice
     scratch = {
         id(buffer): buffer for buffer in (desk.live, desk.current, flight.snapshot, flight.signal) if buffer is not None
     }
@@ -139,6 +149,7 @@ def _seen(rounds: Round, flight: Flight, outcome: Outcome, desk: Desk, cut: slic
         fresh=fresh,
         sent=sent,
         memory={name: buffers[f"{OUTER}{name}"][cut] for name in outer.memory if name != COUNTER},
+        # before anything has landed nobody took part: our own part is one of all
         replicas=len(outcome.ranks) or rounds.size,
         scale=flight.scale,
         rounds=int(buffers[f"{OUTER}{COUNTER}"]) if COUNTER in outer.memory else 1,

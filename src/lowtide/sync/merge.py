@@ -44,8 +44,10 @@ class Mix:
 
     def merge(self, agreed: Tensor, current: Tensor | None, snapshot: Tensor | None) -> Tensor:
         assert current is not None
+        # by name, since 0 times a live value that is not finite is no zero
         if self.alpha == 0:
             return agreed
+        # into `current`: the agreed value is the anchor's own memory
         return current if self.alpha == 1 else current.mul_(self.alpha).add_(agreed, alpha=1 - self.alpha)
 
 
@@ -57,6 +59,7 @@ class Rebase:
 
     def merge(self, agreed: Tensor, current: Tensor | None, snapshot: Tensor | None) -> Tensor:
         assert current is not None and snapshot is not None
+        # the small difference first: little is lost in rounding, and nothing where they are equal
         return current.add_(agreed - snapshot)
 
 

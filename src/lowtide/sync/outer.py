@@ -90,6 +90,7 @@ class AssignDelta(Rule):
 
     def step(self, combined: Tensor, seen: Seen) -> Tensor:
         assert seen.signal is not None and seen.sent is not None
+        # where nobody sent, both are zero and the signal comes through bit for bit
         return combined.sub_(seen.sent).add_(seen.signal)
 
 
@@ -126,7 +127,9 @@ class Momentum(Rule):
 
     def step(self, combined: Tensor, seen: Seen) -> Tensor:
         assert seen.anchor is not None
+        # a round that was cut short makes a shorter step, but is remembered in full
         momentum = seen.memory["momentum"].mul_(self.mu).add_(combined)
+        # into `combined`, which nobody reads again; the momentum is state
         change = combined.add_(momentum, alpha=self.mu) if self.nesterov else momentum
         return seen.anchor.sub_(change, alpha=self.lr * seen.scale)
 
@@ -138,13 +141,14 @@ class Adam(Rule):
     memory: tuple[str, ...] = ("first", "second", "rounds")
     lr: float = 1e-2
     betas: tuple[float, float] = (0.9, 0.99)
-    eps: float = 1e-3
+    eps: float = 1e-3  # large: positions that hardly ever move would else make huge steps
 
     def step(self, combined: Tensor, seen: Seen) -> Tensor:
         assert seen.anchor is not None
         low, high = self.betas
         first = seen.memory["first"].mul_(low).add_(combined, alpha=1 - low)
         second = seen.memory["second"].mul_(high).addcmul_(combined, combined, value=1 - high)
+        # a new tensor: the memory itself stays without bias correction
         root = (second / (1 - high**seen.rounds)).sqrt_().add_(self.eps)
         return seen.anchor.addcdiv_(first, root, value=-self.lr * seen.scale / (1 - low**seen.rounds))
 
@@ -192,6 +196,7 @@ class Consensus(Rule):
 
     def step(self, combined: Tensor, seen: Seen) -> Tensor:
         assert seen.anchor is not None
+        # each member sent minus pull times its anchor: this leaves the way from their mean to ours
         way = combined.add_(seen.anchor, alpha=self.pull)
         momentum = seen.memory["momentum"].mul_(self.mu).sub_(way, alpha=self.lr)
         return seen.anchor.add_(momentum, alpha=seen.scale)
@@ -207,17 +212,20 @@ class Eager(Rule):
 
     def step(self, combined: Tensor, seen: Seen) -> Tensor:
         assert seen.fresh is not None and seen.sent is not None
+        # our part of `combined` was used a round ago, as `fresh`: it comes off here
         share = 1.0 / seen.replicas
         return self.then.step(combined.add_(seen.fresh, alpha=share).sub_(seen.sent, alpha=share), seen)
 
 
 def _rate(name: str, value: float) -> float:
+    # written so that NaN fails as well
     if not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be positive, not {value!r}\nhint: 0.8 is usual without momentum, 0.7 with 0.9")
     return float(value)
 
 
 def _mu(value: float) -> float:
+    # at 1 nothing is ever forgotten, and steps grow without bound
     if not 0 <= value < 1:
         raise ConfigError(f"momentum must be in [0, 1), not {value!r}\nhint: 0.9 needs many rounds, 0.6 to 0.8 few")
     return float(value)
@@ -274,7 +282,10 @@ def consensus(lr: float = 0.7, momentum: float = 0.5, pull: float = 1.0) -> Oute
 
 
 def eager(then: Outer) -> Outer:
-    """Use the own part at once and the others' one round later."""
+    """Use the own part at once and the others' one round later; `then` steps the anchor along both."""
+    if not then.anchored or then.needs:
+        # it is handed a delta in the parameters' basis and nothing else
+        raise ConfigError(f"eager needs a rule that steps an anchor, not {then}\nhint: eager(nesterov(0.7, 0.9))")
     return Eager(memory=then.memory, then=then)
 
 

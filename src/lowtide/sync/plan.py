@@ -28,21 +28,33 @@ class Plan:
     merge: Merge = field(default_factory=replace)
 
     def __post_init__(self) -> None:
+        # unchecked, a delta would be assigned as if it were the parameters, and training would go on
         if self.signal.anchored != self.outer.anchored:
             rule, signal = type(self.outer).__name__, type(self.signal).__name__
             raise ConfigError(
                 f"{rule} steps {'an' if self.outer.anchored else 'no'} anchor, which does not fit {signal}\n"
                 "hint: a delta goes with sgd() or nesterov(), a gradient with inner(), all else with assign()"
             )
+        self._can_wait()
+        self._rule_can_read()
+
+    def _can_wait(self) -> None:
+        """Refuse a delay that a part cannot live with."""
         if self.before_step and self.when.delay:
             raise ConfigError(
                 f"a gradient is needed at once, but delay={self.when.delay}\nhint: use a delta for overlap"
             )
-        self._rule_can_read()
+        if self.residual.keeps and self.when.delay >= self.when.period:
+            # the next message would leave before this one has said what the residual keeps
+            raise ConfigError(
+                f"a residual needs each round decided before the next, but delay={self.when.delay} is not under "
+                f"period={self.when.period}\nhint: leave out the residual, or use every(period, delay=...)"
+            )
 
     def _rule_can_read(self) -> None:
         """Refuse a rule that would find something else than it asks for."""
         mixes = self.exchange.transform.mixes
+        # what was sent is in the codec's basis, the rule works on the parameters' own
         if mixes and self.outer.needs & {"sent", "signal"}:
             raise ConfigError(
                 f"{type(self.outer).__name__} reads what was sent, so its codec cannot transform\nhint: leave out dct()"
@@ -70,6 +82,7 @@ class Plan:
 
     def shares(self, name: str) -> bool:
         """Whether a part of the exchange's memory is equal on all replicas."""
+        # replicas that drift encode different signals, and their memories differ with them
         return name in self.exchange.shared_memory and not self.private
 
 
@@ -89,6 +102,7 @@ class Method:
     def __post_init__(self) -> None:
         if not self.plans:
             raise ConfigError(f"method {self.name!r} has no plan\nhint: give it at least one")
+        # a caller's dictionary must not change under a method in use
         object.__setattr__(self, "options", MappingProxyType(dict(self.options)))
 
     @property
@@ -97,5 +111,6 @@ class Method:
         return any(plan.private for plan in self.plans)
 
     def __str__(self) -> str:
+        # None stands for the method's own choice and says nothing here
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items() if value is not None)
         return f"{self.name}({options})"

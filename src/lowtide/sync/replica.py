@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -47,14 +47,17 @@ class ModelReplica:
             for entry in layout.entries:
                 parameter = self.parameters[entry.name]
                 if parameter.grad is None:
+                    # unused here, it may have been used elsewhere: it takes the mean as well
                     parameter.grad = torch.zeros_like(parameter)
         layout.scatter(buffer, [self._tensor(what, entry.name) for entry in layout.entries])
 
     def learning_rate(self) -> float:
+        # the first group stands for all: a schedule scales them alike
         rate = self.optimizers[0].param_groups[0]["lr"]
         return float(rate)
 
     def base_rate(self) -> float:
+        # torch's schedules keep the unscaled rate under this name
         group = self.optimizers[0].param_groups[0]
         return float(group.get("initial_lr", group["lr"]))
 
@@ -65,6 +68,7 @@ class ModelReplica:
         if what == GRADIENTS:
             gradient = parameter.grad
             if gradient is None:
+                # not stored: an inner optimizer skips a missing gradient, but decays under a zero one
                 return torch.zeros_like(local(parameter))
             if gradient.layout != torch.strided:
                 raise ModelError(
@@ -75,6 +79,7 @@ class ModelReplica:
 
     def _state(self, what: str, name: str, parameter: nn.Parameter) -> Tensor:
         for optimizer in self.optimizers:
+            # get, since a look into this defaultdict would leave an empty entry in checkpoints
             state = optimizer.state.get(parameter, {})
             if isinstance(state.get(what), Tensor):
                 kept: Tensor = state[what]
@@ -85,10 +90,6 @@ class ModelReplica:
 
 def nonfinite(buffer: Tensor) -> bool:
     """Whether a buffer holds a NaN or an infinity, in one pass: both show in the extremes."""
+    # not a sum, which may overflow where every element is finite
     low, high = torch.aminmax(buffer)
     return not bool(torch.isfinite(low) & torch.isfinite(high))
-
-
-def names_of(layouts: Iterable[Layout]) -> set[str]:
-    """All names that some layouts hold."""
-    return {entry.name for layout in layouts for entry in layout.entries}

@@ -4,7 +4,7 @@ Before the codec   x = beta * e + s        (s the signal, e the residual)
 after commit       e = x - sent            error feedback: what peers did not get is kept
                    e = x - sent + combined momentum: the agreed part is written back
 
-The tail has feedback of its own with beta = 1: its coarse steps lose nothing.
+In the tail feedback has beta = 1, so that its coarse steps lose nothing; a momentum fades there as well.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ class Leaky:
     keeps: bool = True
 
     def add(self, memory: Tensor, signal: Tensor, grid: Grid) -> Tensor:
+        # into the signal, which is only a proposal: the memory stays as it was until commit
         signal[: grid.body].add_(memory[: grid.body], alpha=self.beta)
+        # a momentum has to fade in the tail as well, or it would grow without end
         signal[grid.body :].add_(memory[grid.body :], alpha=self.beta if self.writes_back else 1.0)
         return signal
 

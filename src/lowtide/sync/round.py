@@ -51,6 +51,7 @@ class Round:
         self.last_step = 0
         self.scratch = Scratch(self.grid.size, self.device)
         self._first_rate = 1.0
+        # by elements: how a codec favours one kind of tensor is not known beforehand
         self._shares = layout.shares()
 
     def start(self, replica: Replica, device: torch.device) -> None:
@@ -58,8 +59,10 @@ class Round:
         plan, state = self.plan, self.state
         self.device = device
         self.scratch = Scratch(self.grid.size, device)
+        # not the present rate, which a warm-up may start at zero
         self._first_rate = replica.base_rate() or 1.0
         if plan.signal.anchored:
+            # where replicas drift, so do their anchors: these are no part of the fingerprint
             home = state.home(shared=not plan.private)
             home["anchor"] = replica.read(PARAMETERS, self.layout, self.grid.zeros(device=device))
         for name, buffer in zeros(plan.outer, self.grid.size, device).items():
@@ -80,7 +83,7 @@ class Round:
 
     @property
     def tag(self) -> Tag:
-        """The label of the message that `outgoing` or `incoming` just returned."""
+        """The label of the newest open event's message: the one that `outgoing` has just returned."""
         return next(flight for flight in reversed(self.flights) if flight.outcome is None).tag
 
     def outgoing(
@@ -92,19 +95,24 @@ class Round:
         """
         plan, state = self.plan, self.state
         signal = plan.signal.read(replica, self.layout, self.anchor, self.scratch.take())
+        # the name is looked up only if something is wrong: that takes a check a tensor
         sick = self.layout.first_nonfinite(signal) if nonfinite(signal) else None
         snapshot = None
+        # without a delay nothing happens between here and commit
         if "snapshot" in plan.merge.needs and plan.when.delay:
             snapshot = replica.read(plan.signal.target, self.layout, self.scratch.take())
+        # a NaN would spread over its tile, and through the residual into all later events
         if sick is None:
             plan.exchange.transform.forward_(signal, self.grid)
             if plan.residual.keeps:
                 plan.residual.add(state.private["residual"], signal, self.grid)
+        # a number is spent at commit: a dropped event gives it back, so all count alike
         event = state.event + 1 + len(self.flights)
         rate = replica.learning_rate() / self._first_rate
         me = Me(self.rank, self.size, event, step, weight, rate, self.device, state.of_exchange(), last)
         leg = plan.exchange.open(None if sick else signal, self.grid, me)
         tag = Tag(self.name, event, 0, self.layout.identity, leg.cause, self._shares)
+        # a step may be shortened, never stretched, however long ago the last round was
         self.flights.append(Flight(event, step, me, signal, snapshot, leg, tag, sick, min(scale, 1.0)))
         return leg.message
 
@@ -125,6 +133,7 @@ class Round:
         flight = self.flights.pop(0)
         outcome = flight.outcome
         assert outcome is not None, "commit before the event was decided"
+        # a closed event counts too: the number seeds what all replicas draw next
         self.state.event = flight.event
         for name, buffer in flight.me.memory.items():
             self.state.home(shared=self.plan.shares(name))[f"{EXCHANGE}{name}"] = buffer
@@ -132,16 +141,19 @@ class Round:
             outcome = Closed("no replica had a finite signal")
         if isinstance(outcome, Closed):
             if flight.sick:
+                # nobody can help now: go back to what was agreed on last
                 heal(self, replica, flight)
             self.scratch.give(flight.signal, flight.snapshot)
             return Report(self.name, flight.event, flight.step, (), flight.sick, outcome.reason)
         apply(self, replica, flight, outcome, final=final)
+        # not for a closed event: the steps before it are still to be agreed on
         self.last_step = flight.step
         return Report(self.name, flight.event, flight.step, outcome.ranks, flight.sick)
 
     def commit_nothing(self, replica: Replica) -> None:
         """The outer step before anything has landed, for rules that use their own part at once."""
         fresh = self.flights[-1]
+        # its signal is never read, it only lends a buffer; the fresh event itself stays open
         flight = Flight(0, fresh.step, fresh.me, self.scratch.take(), None, fresh.leg, fresh.tag, fresh.sick)
         apply(self, replica, flight, Outcome.nothing(self.grid.size, self.device), final=False)
 
@@ -160,6 +172,7 @@ class Round:
         """Go back to the anchor if the parameters are not finite: another plan has found this replica sick."""
         if self.anchor is not None:
             current = replica.read(PARAMETERS, self.layout, self.scratch.take())
+            # looked at, not assumed: where these parts are sound their steps are kept
             if nonfinite(current):
                 replica.write(PARAMETERS, self.layout, self.anchor)
             self.scratch.give(current)

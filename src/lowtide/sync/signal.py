@@ -51,8 +51,11 @@ class Delta:
 
     def read(self, replica: Replica, layout: Layout, anchor: Tensor | None, out: Tensor) -> Tensor:
         assert anchor is not None
+        # into `out` first, so that no third buffer is needed
         replica.read(PARAMETERS, layout, out)
+        # this way round it stands where a gradient stands: rules subtract it
         torch.sub(anchor, out, out=out)
+        # a plain delta does not pay for another pass over memory
         return out.sub_(anchor, alpha=self.pull) if self.pull else out
 
 

@@ -64,6 +64,7 @@ class Largest:
         return square(drift)[None]
 
     def spread(self, states: Tensor) -> float:
+        # the largest cannot be under the mean, and nothing is taken off: never under Var
         return float(states.max())
 
 
@@ -82,6 +83,7 @@ class Linear:
 
     def spread(self, states: Tensor) -> float:
         mean = states.mean(0)
+        # below zero by rounding only: the numbers travelled in single precision
         return max(0.0, float(mean[0] - mean[1] ** 2))
 
 
@@ -96,7 +98,7 @@ class Sketch:
 
     rows: int = 5
     columns: int = 250
-    seed: int = 0
+    seed: int = 0  # the same for all: sketches of different foldings could not be averaged
     directed: bool = False
 
     def numbers(self, size: int) -> int:
@@ -113,7 +115,9 @@ class Sketch:
 
     def _fold(self, drift: Tensor, row: int) -> Tensor:
         """One row: random signs, then a sum over a matrix with `columns` columns."""
+        # named, since the generator that numpy prefers may change
         random = np.random.Generator(np.random.PCG64([self.seed, row]))
+        # else elements that meet in one column would meet in all rows, and the median would not help
         offset = int(random.integers(self.columns))
         bits = np.unpackbits(np.frombuffer(random.bytes(-(-drift.numel() // 8)), np.uint8), count=drift.numel())
         signs = torch.from_numpy(bits.view(np.int8)).to(drift.device).mul(2).sub_(1)
@@ -140,6 +144,7 @@ class Exact:
 
 def square(drift: Tensor) -> Tensor:
     """||u||^2 in double precision."""
+    # in double: the spread is a small difference of two such numbers
     return drift.square().sum(dtype=torch.float64)
 
 

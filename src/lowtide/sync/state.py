@@ -32,6 +32,7 @@ class RoundState:
 
     def of_exchange(self) -> dict[str, Tensor]:
         """The exchange's memory; exchanges put new tensors into a copy of it and never write into the old ones."""
+        # an exchange need not know which of its tensors are equal everywhere
         both = self.shared | self.private
         return {name.removeprefix(EXCHANGE): kept for name, kept in both.items() if name.startswith(EXCHANGE)}
 
@@ -85,6 +86,7 @@ def save_message(message: Message) -> dict[str, Tensor]:
         case Send(payload, to):
             return {"send": _bytes(payload), "to": torch.tensor(to)}
         case Scatter(payloads):
+            # six digits, so that sorted names are in the order of ranks
             return {f"scatter.{number:06}": _bytes(payload) for number, payload in enumerate(payloads)}
 
 
@@ -102,4 +104,5 @@ def load_message(saved: dict[str, Tensor]) -> Message:
 
 
 def _bytes(payload: bytes) -> Tensor:
+    # torch wants memory that it may write to, which bytes are not
     return torch.from_numpy(np.frombuffer(payload, np.uint8).copy())

@@ -58,8 +58,11 @@ class Trigger:
 
     def agreed(self, spread: float, step: int, rate: float, cost: float, memory: dict[str, Tensor]) -> None:
         """Take note of a round, and set the bound for the next."""
+        # a forced round may come at the step of the one before
         since = max(1, step - int(memory["last"]))
+        # new tensors: until commit the old ones belong to the state
         memory["last"], memory["spent"] = _number(step), memory["spent"] + cost
+        # at a rate of zero there is nothing to scale by
         here = spread / (rate**self.rate_power or 1.0)
         if self.mode == "calibrate" and math.isnan(float(memory["theta"])):
             memory["theta"] = _number(here)
@@ -68,10 +71,12 @@ class Trigger:
         elif self.mode == "budget":
             rounds = max(self.budget - float(memory["spent"]), 0.0) // max(cost, 1.0)
             interval = max(1.0, (self.steps - step) / rounds) if rounds else 0.0
+            # nothing left to spend: only `longest` opens from here on
             memory["theta"] = _number(interval * here / since if rounds else math.inf)
 
 
 def _number(value: float) -> Tensor:
+    # in double, since bytes soon pass 2^24, where single precision stops counting
     return torch.tensor(float(value), dtype=torch.float64)
 
 
@@ -125,6 +130,7 @@ def _measured(theta: str, check_every: int) -> Trigger:
     count = int(first)
     modes = {
         "calibrate": Trigger(mode, first=count),
+        # a bound is set anew only at a round, so one that is too high needs a `longest` to recover
         "interval": Trigger(mode, interval=count, first=count, longest=3 * count, rate_power=0.0),
         "epochs": Trigger(
             "interval", interval=count / 2 * check_every, first=check_every, longest=count * check_every, rate_power=0.0

@@ -43,9 +43,11 @@ class Every:
     fragments: int = 1
 
     def launches(self, step: int, fragment: int) -> bool:
+        # step 0 is the common start: there is nothing to agree on yet
         return step > 0 and step % self.period == 0
 
     def lands(self, step: int, fragment: int) -> int | None:
+        # asked of the step at which it left, so that both ends follow one rule
         sent = step - self.delay
         return sent if self.launches(sent, fragment) else None
 
@@ -60,6 +62,7 @@ class Switch:
     fragments: int = 1
 
     def launches(self, step: int, fragment: int) -> bool:
+        # counted from the switch, so that the first gap is a whole period
         return 0 < step <= self.start or (step > self.start and (step - self.start) % self.period == 0)
 
     def lands(self, step: int, fragment: int) -> int | None:
@@ -75,6 +78,7 @@ class Staggered:
     delay: int = 0
 
     def launches(self, step: int, fragment: int) -> bool:
+        # the last fragment closes the period, so a single one acts as `every` does
         offset = (fragment + 1) * self.period // self.fragments % self.period
         return step > 0 and step % self.period == offset
 
@@ -102,6 +106,7 @@ class OneLate:
 
 
 def _steps(name: str, value: int, least: int = 1) -> int:
+    # 20.0 out of a file means 20; 20.5 is a mistake
     if value != int(value) or value < least:
         raise ConfigError(
             f"{name} must be a whole number of at least {least}, not {value!r}\nhint: it counts optimizer steps"
@@ -112,6 +117,7 @@ def _steps(name: str, value: int, least: int = 1) -> int:
 def every(period: int, *, delay: int = 0) -> When:
     """One round every `period` inner steps, applied `delay` steps after it began."""
     _steps("period", period)
+    # zero is no delay at all, and fits a period of one step too
     if _steps("delay", delay, 0) and delay >= period:
         raise ConfigError(
             f"delay must be shorter than the period: delay={delay}, period={period}\nhint: one message at a time"

@@ -26,6 +26,7 @@ class Me:
     `rate` is the inner learning rate as a share of the first one; the `last` event of a run passes every gate.
     """
 
+    # not frozen: an exchange puts its next memory into it
     rank: int = 0
     size: int = 1
     event: int = 0
@@ -42,7 +43,7 @@ class Leg:
     """A message, what has to be remembered until its answer comes, and why it is sent."""
 
     message: Message
-    carry: dict[str, Tensor] = field(default_factory=dict)
+    carry: dict[str, Tensor] = field(default_factory=dict)  # tensors only, so that a message in flight can be saved
     cause: str = "round"
 
 
@@ -61,6 +62,7 @@ class Outcome:
     @property
     def empty(self) -> bool:
         """Whether everybody abstained."""
+        # a payload without weight is how abstaining looks once it has arrived
         return not any(part.weight > 0 for part in self.parts)
 
     def block(self, start: int, stop: int, out: Tensor) -> Tensor:
@@ -75,6 +77,7 @@ class Outcome:
     @classmethod
     def nothing(cls, size: int, device: torch.device) -> Outcome:
         """The outcome before anything was exchanged."""
+        # the mean of no parts is zero, so a rule steps along what it adds by itself
         return cls((), Coefficients.nothing(size, device), ())
 
 

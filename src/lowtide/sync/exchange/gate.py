@@ -30,7 +30,6 @@ class Gate:
     monitor: Estimator
     trigger: Trigger
     then: Exchange
-    seed: int = 0
 
     @property
     def chunker(self) -> Chunker:
@@ -51,23 +50,28 @@ class Gate:
     def init(self, grid: Grid, device: torch.device) -> dict[str, Tensor]:
         memory = self.then.init(grid, device) | self.trigger.init()
         if self.monitor.directed:
-            first = torch.randn(grid.size, generator=generator(self.seed, 0)).to(device)
+            # any direction will do at first, if all have the same: drawn on the CPU, where seeds agree
+            first = torch.randn(grid.size, generator=generator(0, 0)).to(device)
             memory["direction"] = first / first.norm()
         return memory
 
     def open(self, signal: Tensor | None, grid: Grid, me: Me) -> Leg:
         if signal is None:
+            # of the usual length: an abstention must not look like a damaged message
             state = np.full(self.monitor.numbers(grid.size), np.nan)
         else:
             state = self.monitor.state(signal, me.memory.get("direction")).cpu().numpy()
+        # rounded before anybody decides: we use our own number as the others see it
         return Leg(Gather(state.astype("<f4").tobytes()), cause="monitor")
 
     def advance(
         self, signal: Tensor | None, grid: Grid, carry: dict[str, Tensor], inbox: Inbox, me: Me
     ) -> Leg | Outcome | Closed:
+        # the carry tells the legs apart, so that it works for a message out of a checkpoint too
         if "spread" in carry:
             return self._then(signal, grid, carry, inbox, me)
         states = [self._state(payload, rank, grid) for rank, payload in zip(inbox.ranks, inbox.payloads, strict=True)]
+        # one sick replica must not blind the gate for the sound ones
         finite = [state for state in states if bool(torch.isfinite(state).all())]
         spread = self.monitor.spread(torch.stack(finite)) if finite else 0.0
         forced = any((me.last, len(finite) < len(states)))
@@ -81,16 +85,19 @@ class Gate:
     ) -> Leg | Outcome | Closed:
         """The legs of the costly exchange, with our own number carried through."""
         spread = carry["spread"]
+        # the inner exchange tells its own legs apart by what it finds in there
         rest = {name: value for name, value in carry.items() if name != "spread"}
         answer = self.then.advance(signal, grid, rest, inbox, me)
         if isinstance(answer, Leg):
             return replace(answer, carry=answer.carry | {"spread": spread})
         if isinstance(answer, Outcome):
+            # the largest payload, not ours: the bounds of all replicas have to move alike
             cost = 4.0 * grid.size if inbox.total is not None else float(max(map(len, inbox.payloads)))
             self.trigger.agreed(float(spread), me.step, me.rate, cost, me.memory)
             if self.monitor.directed and not answer.empty:
                 move = answer.dense()
                 norm = move.norm()
+                # replicas that did not move on the whole have no direction to offer
                 me.memory["direction"] = move / norm if norm > 0 else me.memory["direction"]
         return answer
 

@@ -45,9 +45,12 @@ class Gathered:
     def advance(
         self, signal: Tensor | None, grid: Grid, carry: dict[str, Tensor], inbox: Inbox, me: Me
     ) -> Leg | Outcome | Closed:
+        # without memory: what is decoded may depend on the bytes only
         turn = Turn(me.event)
         decoded = decode_all(self.codec, inbox.payloads, grid, turn, me.device)
+        # who abstained is no contributor, and has no norm to compare with
         parts = self.combine.prepare([part for part in decoded if part.weight > 0])
+        # our own bytes as peers decode them: the residual keeps exactly what they did not get
         return Outcome(parts, decoded[inbox.ranks.index(me.rank)], inbox.ranks, self.combine)
 
     def _payload(self, signal: Tensor | None, grid: Grid, me: Me) -> bytes:
@@ -66,6 +69,7 @@ def decode_all(
     if torch.get_num_threads() == 1 or sum(map(len, payloads)) < _WORTH_THREADS:
         return [decode(payload) for payload in payloads]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        # in the order of ranks, whichever thread is first
         return list(pool.map(decode, payloads))
 
 
@@ -96,6 +100,7 @@ def group_of(rank: int, replicas: int, size: int, *, seed: int, event: int) -> t
     number = max(1, replicas // size)
     place = min(order.index(rank) // size, number - 1)
     stop = replicas if place == number - 1 else (place + 1) * size
+    # ascending, since all members must name the group alike
     return tuple(sorted(order[place * size : stop]))
 
 

@@ -28,11 +28,13 @@ class LowRank(Plain):
     shared_memory: frozenset[str] = frozenset({"right"})
 
     def init(self, grid: Grid, device: torch.device) -> dict[str, Tensor]:
+        # one seed for all: factors that started apart could not be added
         size = sum(group.count * group.cols * self._width(group) for group in grid.groups)
         return {"right": torch.randn(size, generator=generator(self.seed, 0)).to(device)}
 
     def open(self, signal: Tensor | None, grid: Grid, me: Me) -> Leg:
         rights = self._split(me.memory["right"], grid, left=False)
+        # a sum needs tensors of one length from everybody, those without a signal included
         if signal is None:
             length = sum(group.count * group.rows * self._width(group) for group in grid.groups) + sum(grid.tail)
             return Leg(Sum(with_weight(None, length, me)))
@@ -40,6 +42,7 @@ class LowRank(Plain):
             torch.bmm(matrices(group, signal), right).flatten()
             for group, right in zip(grid.groups, rights, strict=True)
         ]
+        # the tail rides along: a message of its own would cost another latency
         factors = torch.cat([*lefts, grid.tail_view(signal)])
         return Leg(Sum(with_weight(factors, factors.numel(), me)))
 
@@ -49,6 +52,7 @@ class LowRank(Plain):
         total, weight = without_weight(inbox)
         if "left" not in carry:
             return self._second(signal, grid, total, weight, me)
+        # the next event starts from here, and so one iteration at a time is enough
         me.memory["right"] = total
         rights = self._split(total, grid, left=False)
         lefts = self._split(carry["left"], grid, left=True)
@@ -57,10 +61,13 @@ class LowRank(Plain):
         return Outcome((result,), Coefficients.nothing(grid.size, me.device) if signal is None else result, inbox.ranks)
 
     def _second(self, signal: Tensor | None, grid: Grid, total: Tensor, weight: float, me: Me) -> Leg | Closed:
+        # all see the same weight, so all stop here and nobody waits for a second sum
         if not weight:
             return Closed("no replica had a finite signal")
         length = total.numel() - sum(grid.tail)
+        # each orthogonalises the same sum by itself: equal on machines that round alike
         lefts = [torch.linalg.qr(left).Q for left in self._split(total[:length], grid, left=True)]
+        # cloned, since a view would keep the first sum alive through the second leg
         carry = {"left": _flat(lefts, me), "tail": total[length:].clone()}
         if signal is None:
             return Leg(Sum(with_weight(None, me.memory["right"].numel(), me)), carry)
@@ -68,6 +75,7 @@ class LowRank(Plain):
         return Leg(Sum(with_weight(_flat(rights, me), me.memory["right"].numel(), me)), carry)
 
     def _width(self, group: Tiles) -> int:
+        # wider factors would hold more numbers than the matrix itself
         return min(self.rank, group.rows, group.cols)
 
     def _split(self, flat: Tensor, grid: Grid, *, left: bool) -> list[Tensor]:

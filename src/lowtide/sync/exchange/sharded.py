@@ -44,12 +44,14 @@ class Sharded:
     def open(self, signal: Tensor | None, grid: Grid, me: Me) -> Leg:
         shards = split(grid, me.size)
         turn = Turn(me.event, me.weight)
+        # said to every owner, since each of them waits for a message from all
         if signal is None:
             return Leg(Scatter(tuple(self.up.abstain(shard.grid, turn) for shard in shards)))
         payloads = tuple(self.up.encode(signal[shard.index], shard.grid, turn) for shard in shards)
+        # decoded as owners will: the residual then keeps exactly what they did not get
         sent = [self.up.decode(payload, shard.grid, turn) for payload, shard in zip(payloads, shards, strict=True)]
-        return Leg(Scatter(payloads), {"value": torch.cat([s.value for s in sent]), "index": torch.cat(
-            [shard.index[_positions(s)] for s, shard in zip(sent, shards, strict=True)])})  # fmt: skip
+        index = [shard.index[_positions(part)] for part, shard in zip(sent, shards, strict=True)]
+        return Leg(Scatter(payloads), {"value": torch.cat([part.value for part in sent]), "index": torch.cat(index)})
 
     def advance(
         self, signal: Tensor | None, grid: Grid, carry: dict[str, Tensor], inbox: Inbox, me: Me
@@ -64,6 +66,7 @@ class Sharded:
         index = torch.cat(
             [shards[rank].index[_positions(part)] for rank, part in zip(inbox.ranks, decoded, strict=True)]
         )
+        # owners hold every n-th tile, so their positions interleave, and they have to ascend
         order = index.argsort()
         value = torch.cat([part.value for part in decoded])[order]
         result = Coefficients(value, index[order], grid.size)
@@ -80,10 +83,13 @@ class Sharded:
         total = shard.grid.zeros()
         if parts:
             self.combine.block(parts, 0, shard.grid.size, total)
+        # a single zero at first: nothing is owed yet, whatever the size of the shard
         total += me.memory.get("owed", torch.zeros(1))
         turn = Turn(me.event)
         payload = self.down.encode(total, shard.grid, turn)
+        # kept at commit only, so a dropped event owes what was owed before it
         me.memory["owed"] = self.down.decode(payload, shard.grid, turn).subtract_from(total)
+        # a mark in the carry, which a checkpoint saves, says that the next answer is the last
         return Leg(Gather(payload), carry | {"down": torch.ones(1)})
 
 
@@ -95,6 +101,7 @@ class Shard:
     index: Tensor
 
 
+# the indices are as many as the model's elements, and the same at every event
 @lru_cache(maxsize=32)
 def split(grid: Grid, owners: int) -> tuple[Shard, ...]:
     """Deal the tiles of every group out in turn; the tail goes to the owners in one piece a tensor."""
@@ -106,10 +113,13 @@ def _shard(grid: Grid, owner: int, owners: int) -> Shard:
     index: list[Tensor] = []
     offset = 0
     for group in grid.groups:
+        # dealt out like cards, so that every owner has a share of each tensor
         mine = torch.arange(group.count)[owner::owners]
+        # fewer tiles than owners
         if not len(mine):
             continue
         edge = torch.isin(group.edges, mine)
+        # numbered without gaps, since quantisers keep a scale for each number
         numbers = torch.unique(group.owner[mine], return_inverse=True)[1]
         first = max((int(g.owner.max()) + 1 for g in groups), default=0)
         groups.append(

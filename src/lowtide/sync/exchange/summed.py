@@ -35,7 +35,7 @@ class Masked(Plain):
 
     density: float = 0.005
     seed: int = 0
-    private: bool = True
+    private: bool = True  # agreed on at the drawn positions only
 
     def open(self, signal: Tensor | None, grid: Grid, me: Me) -> Leg:
         index = self._positions(grid, me)
@@ -51,6 +51,7 @@ class Masked(Plain):
         return Outcome((part,), own(signal, index, grid, me), inbox.ranks)
 
     def _positions(self, grid: Grid, me: Me) -> Tensor:
+        # drawn again for every leg rather than carried: a saved message needs no positions
         return strata(grid.size, self.density, seed=self.seed, event=me.event)
 
 
@@ -58,6 +59,7 @@ def with_weight(signal: Tensor | None, size: int, me: Me) -> Tensor:
     """`[w * signal, w]`: a weighted sum and its weights travel together; `size` zeros from a replica that abstains."""
     if signal is None:
         return torch.zeros(size + 1, device=me.device)
+    # a new tensor: the signal has to stay as it is until commit
     out = signal.new_empty(size + 1)
     torch.mul(signal, me.weight, out=out[:-1])
     out[-1] = me.weight
@@ -68,6 +70,7 @@ def without_weight(inbox: Inbox) -> tuple[Tensor, float]:
     """The weighted mean, and 1; or zeros and 0 if all abstained."""
     assert inbox.total is not None
     total, weight = inbox.total[:-1], float(inbox.total[-1])
+    # in place, since a transport makes the sum for us alone
     return (total.div_(weight), 1.0) if weight else (total, 0.0)
 
 
@@ -75,6 +78,7 @@ def own(signal: Tensor | None, index: Tensor | None, grid: Grid, me: Me) -> Coef
     """What of a signal went out, exactly."""
     if signal is None:
         return Coefficients.nothing(grid.size, me.device)
+    # a sum loses nothing: what went out is the signal itself
     return Coefficients(signal if index is None else signal[index], index, grid.size)
 
 

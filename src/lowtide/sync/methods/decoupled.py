@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from lowtide.codec import Chain, Transform, by_bits, chain, dct, identity, top_k
+from lowtide.codec import Chain, by_bits, chain, top_k, transform_named
 from lowtide.codec.select import checked_density
 from lowtide.errors import unknown
 from lowtide.sync.combine import mean_of_contributors
@@ -100,14 +100,8 @@ def _chosen(preset: str | None, **given: Any) -> _Options:
     return dataclasses.replace(_PRESETS[preset], **{name: value for name, value in given.items() if value is not None})
 
 
-def _basis(options: _Options) -> Transform:
-    if options.transform not in ("dct", "none"):
-        raise unknown("transform", options.transform, ["dct", "none"])
-    return dct(64) if options.transform == "dct" else identity()
-
-
 def _codec(options: _Options, *, density: float | None = None, bits: int | None = None) -> Chain:
-    return chain(_basis(options), top_k(density or options.density), by_bits(bits or options.bits))
+    return chain(transform_named(options.transform), top_k(density or options.density), by_bits(bits or options.bits))
 
 
 def _exchange(options: _Options) -> Exchange:
@@ -123,7 +117,8 @@ def _exchange(options: _Options) -> Exchange:
 def _published(options: _Options, *, resync: bool) -> tuple[Plan, ...]:
     """The rule as its authors run it: 64 x 64 divisor tiles, 32 of each, small tensors through the codec as well."""
     codec = chain(
-        _basis(options),
+        transform_named(options.transform),
+        # a number, not a share: the published code keeps as many of a small tile as of a large one
         top_k(count=max(1, round(4096 * checked_density(options.density)))),
         by_bits(options.bits),
         chunker=divisor(64),
@@ -142,6 +137,7 @@ def _published(options: _Options, *, resync: bool) -> tuple[Plan, ...]:
         signal=parameters(),
         exchange=summed(),
         outer=assign(),
+        # without it the next round would step from anchors that still lie apart
         merge=replace(anchors=True),
     )
     return plan, average

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.codec import by_bits, chain, dct, identity, top_k
-from lowtide.errors import unknown
+from lowtide.codec import by_bits, chain, top_k, transform_named
 from lowtide.sync.combine import mean_of_contributors
 from lowtide.sync.exchange import gathered
 from lowtide.sync.outer import inner
@@ -26,9 +25,7 @@ def demo(
     >>> demo().plans[0].before_step
     True
     """
-    if transform not in ("dct", "none"):
-        raise unknown("transform", transform, ["dct", "none"])
-    codec = chain(dct(64) if transform == "dct" else identity(), top_k(density), by_bits(bits))
+    codec = chain(transform_named(transform), top_k(density), by_bits(bits))
     plan = Plan(
         when=every(1),
         signal=gradient(),

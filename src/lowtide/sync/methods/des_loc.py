@@ -21,6 +21,7 @@ def des_loc(*, period: int = 32, first_period: int | None = None, second_period:
     """
     clocks = {
         "parameters": period,
+        # moments move slower than parameters, so they can be averaged more rarely
         "exp_avg": 3 * period if first_period is None else first_period,
         "exp_avg_sq": 6 * period if second_period is None else second_period,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowtide.errors import unknown
 from lowtide.sync.exchange import gate, summed
 from lowtide.sync.merge import rebase, replace
-from lowtide.sync.outer import Outer, adam, nesterov, sgd
+from lowtide.sync.outer import COUNTER, Outer, adam, nesterov, sgd
 from lowtide.sync.plan import Method, Plan
 from lowtide.sync.signal import delta
 from lowtide.sync.spread import estimator as named_estimator
@@ -43,11 +43,13 @@ def fda(
     if server not in servers:
         raise unknown("server", server, servers)
     bound = trigger(theta, shortest=min_interval, longest=max_interval, rate_power=rate_power, check_every=check_every)
+    monitor = named_estimator(estimator)
     plan = Plan(
         when=every(check_every, delay=delay),
         signal=delta(),
-        exchange=gate(named_estimator(estimator), bound, summed()),
+        exchange=gate(monitor, bound, summed()),
         outer=servers[server],
+        # the answer is mostly no, and when it is yes the steps taken meanwhile should count
         merge=rebase() if delay else replace(),
     )
     options = {
@@ -55,7 +57,9 @@ def fda(
         "min_interval": min_interval,
         "max_interval": max_interval, "rate_power": rate_power, "server": server,
     }  # fmt: skip
-    return Method("fda", (plan,), options, "FDA (arXiv 2405.20988), FDA-Opt (arXiv 2505.04535)", "anchor, direction")
+    kept = [name for name in plan.outer.memory if name != COUNTER]
+    state = ", ".join(["anchor", *(["direction"] if monitor.directed else []), *kept])
+    return Method("fda", (plan,), options, "FDA (arXiv 2405.20988), FDA-Opt (arXiv 2505.04535)", state)
 
 
 def bytes_paper(replicas: int, parameters: int, *, rounds: int, checks: int, estimator: str = "linear") -> float:

@@ -21,6 +21,7 @@ def local_sgd(*, period: int = 20, switch_at: int | None = None) -> Method:
     True
     """
     when = every(period) if switch_at is None else switch(switch_at, period)
+    # a whole step along the mean delta ends at the mean of the parameters
     plan = Plan(when=when, signal=delta(), exchange=summed(), outer=sgd(1.0))
     options = {"period": period, "switch_at": switch_at}
     return Method("local_sgd", (plan,), options, "FedAvg; post-local SGD (arXiv 1808.07217)", "anchor")

@@ -32,4 +32,5 @@ def muloco(
         outer=nesterov(outer_lr, momentum),
     )
     options = {"period": period, "outer_lr": outer_lr, "momentum": momentum, "bits": bits, "feedback": feedback}
-    return Method("muloco", (plan,), options, "MuLoCo (arXiv 2505.23725)", "anchor, momentum")
+    state = "anchor, momentum" if feedback is None else "anchor, residual, momentum"
+    return Method("muloco", (plan,), options, "MuLoCo (arXiv 2505.23725)", state)

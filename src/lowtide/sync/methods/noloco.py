@@ -29,6 +29,7 @@ def noloco(
     >>> noloco(period=50).private
     True
     """
+    # the rule multiplies all that it gets by the outer rate, so the pull is a share of it
     strength = (outer_lr if pull is None else pull) / outer_lr
     plan = Plan(
         when=every(period),

@@ -22,6 +22,7 @@ def powersgd(*, rank: int = 4, seed: int = 0) -> Method:
     plan = Plan(
         when=every(1),
         signal=gradient(),
+        # nothing fades: a guess of low rank leaves most of a gradient out
         residual=error_feedback(1.0),
         exchange=low_rank(rank, seed=seed),
         outer=inner(),

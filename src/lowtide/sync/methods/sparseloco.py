@@ -32,6 +32,7 @@ def sparseloco(
     0.95
     """
     values: Quantizer = stat(4) if bits == 2 else by_bits(bits)
+    # most positions come from one replica: a mean over all would divide them by the number of replicas
     rule = mean_of_contributors()
     plan = Plan(
         when=every(period),

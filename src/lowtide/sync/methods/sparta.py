@@ -40,6 +40,7 @@ def sparta(
     )
     beside = () if diloco_period is None else diloco(period=diloco_period, outer_lr=outer_lr, momentum=momentum).plans
     options = {"density": density, "period": period, "delay": delay, "seed": seed, "diloco_period": diloco_period}
+    # shown only where they act
     if beside:
         options |= {"outer_lr": outer_lr, "momentum": momentum}
     return Method(

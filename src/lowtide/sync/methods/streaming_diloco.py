@@ -28,7 +28,8 @@ def streaming_diloco(
     itself. Fragments are strided over the blocks of the model. `bits` is 4 (sign and exponent, a scale per 256
     values) or 32. The rate 0.4 suits 2 replicas, 0.7 and more 8 or over.
 
-    State: anchor, momentum, and a snapshot on its way (3 P / fragments for the last). Payload a round: 4.125/8 P bytes.
+    State: anchor, momentum (2 P), and the delta of the fragment that is on its way (P / fragments).
+    Payload a round: 4.125/8 P bytes.
 
     >>> [streaming_diloco().plans[0].when.launches(step, 0) for step in (9, 10, 11)]
     [False, True, False]
