@@ -1,0 +1,117 @@
+"""The parts that methods are made of, for making your own.
+
+Method("mine", (Plan(when=every(20), signal=delta(), exchange=gathered(chain(dct(64), top_k(1/64), sym2())),
+                         outer=sgd(0.8)),))
+"""
+
+from lowtide.codec import (
+    all_,
+    bf16,
+    by_bits,
+    chain,
+    cyclic,
+    dct,
+    e3m0,
+    fp16,
+    fp32,
+    identity,
+    int8,
+    linear,
+    random,
+    sign,
+    stat,
+    sym2,
+    threshold,
+    top_k,
+    top_k_tensor,
+)  # fmt: skip
+from lowtide.sync.combine import clip_to_median, mean, mean_of_contributors, sign_of_mean
+from lowtide.sync.exchange import gate, gathered, low_rank, masked, pairs, sharded, summed
+from lowtide.sync.merge import mix, rebase, replace
+from lowtide.sync.outer import (
+    adam,
+    assign,
+    assign_delta,
+    consensus,
+    eager,
+    heavy_ball,
+    inner,
+    nesterov,
+    private_nesterov,
+    sgd,
+    sign_sgd,
+)  # fmt: skip
+from lowtide.sync.plan import Method, Plan
+from lowtide.sync.residual import error_feedback, momentum, no_residual
+from lowtide.sync.signal import delta, gradient, optimizer_state, parameters
+from lowtide.sync.spread import estimator, sketch
+from lowtide.sync.trigger import trigger
+from lowtide.sync.when import every, one_late, staggered, switch
+from lowtide.tensors import divisor, flat, tile, whole
+
+__all__ = [
+    "Method",
+    "Plan",
+    "adam",
+    "all_",
+    "assign",
+    "assign_delta",
+    "bf16",
+    "by_bits",
+    "chain",
+    "clip_to_median",
+    "consensus",
+    "cyclic",
+    "dct",
+    "delta",
+    "divisor",
+    "e3m0",
+    "eager",
+    "error_feedback",
+    "estimator",
+    "every",
+    "flat",
+    "fp16",
+    "fp32",
+    "gate",
+    "gathered",
+    "gradient",
+    "heavy_ball",
+    "identity",
+    "inner",
+    "int8",
+    "linear",
+    "low_rank",
+    "masked",
+    "mean",
+    "mean_of_contributors",
+    "mix",
+    "momentum",
+    "nesterov",
+    "no_residual",
+    "one_late",
+    "optimizer_state",
+    "pairs",
+    "parameters",
+    "private_nesterov",
+    "random",
+    "rebase",
+    "replace",
+    "sgd",
+    "sharded",
+    "sign",
+    "sign_of_mean",
+    "sign_sgd",
+    "sketch",
+    "staggered",
+    "stat",
+    "summed",
+    "switch",
+    "sym2",
+    "threshold",
+    "tile",
+    "top_k",
+    "top_k_tensor",
+    "trigger",
+    "whole",
+]

@@ -1,0 +1,1 @@
+"""Model, data, inner optimizer, method and transport together."""
