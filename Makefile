@@ -8,7 +8,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 # all laws and every docstring's example; processes share the cores, so each works with one thread
-SUITE := $(PYTEST) -n $(JOBS) --doctest-modules src/lowtide benchmarks/corpus.py benchmarks/record.py benchmarks/trial.py benchmarks/stacked.py tests
+SUITE := $(PYTEST) -n $(JOBS) --doctest-modules src/lowtide benchmarks/corpus.py benchmarks/record.py tests
 
 .DEFAULT_GOAL := help
 .PHONY: help demo check format test test-all netlab docs bench corpus clean

@@ -61,13 +61,15 @@ def test_delta_points_the_way_that_training_descended():
         torch.testing.assert_close(one, 0.5 - 2.0 * old)
 
 
-def test_the_delta_of_bf16_parameters_is_taken_in_fp32():
-    found, layout, _ = replica(dtype=torch.bfloat16)
+def test_the_delta_of_bf16_parameters_leaves_out_what_they_cannot_hold_of_the_anchor():
+    found, layout, net = replica(dtype=torch.bfloat16)
     anchor = found.read("parameters", layout, layout.grid.zeros()) + 1e-4
-    found_delta = read(delta(), found, layout, anchor)
     layout.clear_padding(anchor)
-    for one in found_delta:
-        torch.testing.assert_close(one, torch.full_like(one, 1e-4), atol=2e-8, rtol=0)
+    held = [torch.empty_like(parameter) for parameter in net.parameters()]
+    layout.scatter(anchor, held)  # rounds
+    found_delta = read(delta(), found, layout, anchor)
+    for one, kept, parameter in zip(found_delta, held, net.parameters(), strict=True):
+        torch.testing.assert_close(one, kept.float() - parameter.detach().float(), atol=2e-8, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])

@@ -91,9 +91,7 @@ def _desk(rounds: Round, replica: Replica, flight: Flight, *, final: bool) -> De
     # sick: nothing worth keeping; final: all must end equal; no delay: nothing was done meanwhile
     if flight.sick or final or (isinstance(merge, Rebase) and not plan.when.delay):
         merge = Replace()
-    current = None
-    if "current" in merge.needs or "fresh" in plan.outer.needs:
-        current = replica.read(plan.signal.target, rounds.layout, rounds.scratch.take())
+    current = _current(rounds, replica, merge)
     if "current" in merge.needs:
         assert current is not None
         live = current
@@ -103,8 +101,20 @@ def _desk(rounds: Round, replica: Replica, flight: Flight, *, final: bool) -> De
     else:
         # with a residual, the signal's buffer has just become the residual
         live = rounds.scratch.take() if plan.residual.keeps else flight.signal
-    lost = "fresh" in plan.outer.needs and current is not None and nonfinite(current)
+    lost = current is not None and "fresh" in plan.outer.needs and nonfinite(current)
     return Desk(live, current, flight.snapshot, flight.signal, merge, lost)
+
+
+def _current(rounds: Round, replica: Replica, merge: Merge) -> Tensor | None:
+    """The live value, where the merge or the rule asks for it."""
+    fresh = "fresh" in rounds.plan.outer.needs
+    if not fresh and "current" not in merge.needs:
+        return None
+    current = replica.read(rounds.plan.signal.target, rounds.layout, rounds.scratch.take())
+    if fresh and rounds.anchor is not None:
+        # as in the signal: what 16-bit parameters lack of the anchor was not moved by anybody
+        rounds.layout.add_rounding(rounds.anchor, current, 1.0)
+    return current
 
 
 def _clear(rounds: Round, flight: Flight, desk: Desk) -> None:

@@ -55,6 +55,8 @@ class Delta:
         replica.read(PARAMETERS, layout, out)
         # this way round it stands where a gradient stands: rules subtract it
         torch.sub(anchor, out, out=out)
+        # parameters in 16 bits cannot hold the anchor exactly; what they lack is no step that anybody took
+        layout.add_rounding(anchor, out, -1.0)
         # a plain delta does not pay for another pass over memory
         return out.sub_(anchor, alpha=self.pull) if self.pull else out
 

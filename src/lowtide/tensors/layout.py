@@ -19,11 +19,12 @@ Strided = tuple[tuple[int, ...], tuple[int, ...], int]  # size, stride, offset: 
 
 @dataclass(frozen=True)
 class Entry:
-    """What is fixed about a tensor: its name and shape, and the kind it is counted under."""
+    """What is fixed about a tensor: name, shape and dtype, and the kind it is counted under."""
 
     name: str
     shape: tuple[int, ...]
     kind: str = "matrix"
+    dtype: torch.dtype = torch.float32
 
     @property
     def numel(self) -> int:
@@ -155,6 +156,14 @@ class Layout:
         views = [_view(buffer, pad, buffer.dim() - 1) for pad in self.padding]
         if views:
             torch._foreach_zero_(views)
+
+    def add_rounding(self, exact: Tensor, buffer: Tensor, alpha: float) -> None:
+        """Add `alpha` times what the tensors' own dtypes lose of `exact`; nothing where they are fp32."""
+        for patch in self.patches:
+            dtype = self.entries[patch.tensor].dtype
+            if dtype.itemsize < 4:
+                kept = _view(exact, patch.target, 0)
+                _view(buffer, patch.target, 0).add_(kept - kept.to(dtype).float(), alpha=alpha)
 
     def first_nonfinite(self, buffer: Tensor) -> str | None:
         """The name of the first tensor of a buffer that holds a NaN or an infinity."""

@@ -66,7 +66,7 @@ def entries(model: nn.Module, parameters: dict[str, nn.Parameter]) -> tuple[Entr
     """One entry for each parameter, with the kind of tensor it is counted under."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return tuple(
-        Entry(name, tuple(local(parameter).shape), _kind(parameter, embeddings))
+        Entry(name, tuple(local(parameter).shape), _kind(parameter, embeddings), parameter.dtype)
         for name, parameter in parameters.items()
     )
 

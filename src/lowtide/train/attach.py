@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 import lowtide.sync.methods as named
 from lowtide.errors import AgreementError, ConfigError, ModelError, unknown
 from lowtide.sync import Method, ModelReplica, Report, Round
+from lowtide.sync.outer import Eager
 from lowtide.tensors import Layout, entries, local, trainable
 from lowtide.train.agreement import agree
 from lowtide.train.check import Check
@@ -89,6 +90,11 @@ def attach(  # noqa: PLR0913 (one call is all that a user's loop needs to know)
     optimizers = _optimizers(optimizer)
     owned(parameters, optimizers)
     weigh = _asked(weight)
+    if weight is not None and any(isinstance(plan.outer, Eager) for plan in method.plans):
+        raise ConfigError(
+            f"{method.name} uses its own part as 1/N of the mean, so replicas cannot weigh differently\n"
+            "hint: leave out weight, or use diloco"
+        )
     cut = pieces(method, entries(model, parameters), overrides or {})
     slot = current_replica()
     meter = Meter(transport or _found(settings))

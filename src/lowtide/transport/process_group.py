@@ -15,8 +15,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import Literal, TypeVar, cast
 
 import torch
@@ -266,16 +267,21 @@ def from_environment(
             "no launcher's variables in the environment\n"
             f"hint: start with torchrun, or set {', '.join(OURS)} (host:port of rank 0)"
         )
-    wait = timedelta(seconds=startup)
-    # multi_tenant: a later init_process_group of the user's own finds the same port and shares the server.
     store = _within(
         startup + 5.0,
         f"cannot meet at {launch.host}:{launch.port}",
-        lambda: dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
-            launch.host, launch.port, launch.size, launch.hosts, wait, wait_for_workers=False, multi_tenant=True
-        ),
+        lambda: _meeting_point(launch.host, launch.port, launch.size, launch.hosts, startup),
     )
     return connect(store, launch.rank, launch.size, timeout=timeout, startup=startup, max_bytes=max_bytes)
+
+
+@lru_cache(maxsize=8)
+def _meeting_point(host: str, port: int, size: int, hosts: bool, startup: float) -> Store:  # noqa: FBT001
+    """The launch's store, one for the life of the process: its server must outlive the first transport made from it."""
+    # multi_tenant: a later init_process_group of the user's own finds the same port and shares the server.
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not list it
+        host, port, size, hosts, timedelta(seconds=startup), wait_for_workers=False, multi_tenant=True
+    )
 
 
 def connect(
@@ -288,22 +294,10 @@ def connect(
     max_bytes: int = _MAX_BYTES,
 ) -> ProcessGroup:
     """Join `size` ranks that meet in `store`, without any process group of torch around it."""
-
-    def gloo() -> Channels:
-        # Counted per rank, so that several transports can be opened on one store, in the same order everywhere.
-        number = store.add(f"lowtide/opened/{rank}", 1)
-        prefix = f"lowtide/{number}"
-        # Only read if the connections fail, to say who has not come.
-        store.set(f"lowtide/here/{rank}", "1")
-        wait = timedelta(seconds=startup)
-        data, control = (
-            cast("Channel", ProcessGroupGloo(PrefixStore(f"{prefix}/{name}", store), rank, size, wait))
-            for name in ("data", "control")
-        )
-        return Channels(rank, size, data, control)
-
     try:
-        channels = _within(startup + 5.0, f"rank {rank} cannot connect to its peers", gloo)
+        channels = _within(
+            startup + 5.0, f"rank {rank} cannot connect to its peers", lambda: _gloo(store, rank, size, startup)
+        )
     except TransportError as error:
         keys = {peer: f"lowtide/here/{peer}" for peer in range(size)}
         absent = _within(5.0, str(error), lambda: [peer for peer, key in keys.items() if not store.check([key])])
@@ -313,6 +307,20 @@ def connect(
     return ProcessGroup(channels, timeout=timeout, max_bytes=max_bytes)
 
 
+def _gloo(store: Store, rank: int, size: int, startup: float) -> Channels:
+    """Connections of our own through a store, with no process group of torch around them."""
+    # Counted per rank, so that several transports can be opened on one store, in the same order everywhere.
+    number = store.add(f"lowtide/opened/{rank}", 1)
+    # Only read if the connections fail, to say who has not come.
+    store.set(f"lowtide/here/{rank}", "1")
+    wait = timedelta(seconds=startup)
+    data, control = (
+        cast("Channel", ProcessGroupGloo(PrefixStore(f"lowtide/{number}/{name}", store), rank, size, wait))
+        for name in ("data", "control")
+    )
+    return Channels(rank, size, data, control)
+
+
 def _channels_beside(group: dist.ProcessGroup | None, timeout: float, device: torch.device | str | None) -> Channels:
     """New groups of the same ranks as a running one, for us alone."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -320,25 +328,32 @@ def _channels_beside(group: dist.ProcessGroup | None, timeout: float, device: to
             "torch.distributed has no default process group\nhint: use from_environment() under a launcher"
         )
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    if dist.get_rank() not in ranks:
+        raise ConfigError(f"rank {dist.get_rank()} is not in the group of ranks {ranks}\nhint: attach on members only")
     wait = timedelta(seconds=timeout)
 
     def new_group(backend: str) -> dist.ProcessGroup:
         # Only the members take part, so that a subgroup's transport needs no help of the others.
         local = len(ranks) < dist.get_world_size()
         made = dist.new_group(ranks, timeout=wait, backend=backend, use_local_synchronization=local)
-        if not isinstance(made, dist.ProcessGroup):
-            raise ConfigError(f"this rank is not in the group of ranks {ranks}\nhint: attach on members only")
+        assert isinstance(made, dist.ProcessGroup)  # we are a member
         return made
 
     backend = dist.get_backend(group)
     # gloo for headers and notices whatever the user's backend; theirs is used for the data, if that is NCCL.
-    groups = [new_group("gloo"), new_group("gloo")]
-    faster = None
-    if device is not None or backend == "nccl":
-        groups.append(new_group(backend))
-        # The index is looked up here: the background thread has a current device of its own.
-        faster = DeviceGroup(groups[2], torch.device(device or f"cuda:{torch.cuda.current_device()}"))
-    return Channels(dist.get_rank(group), len(ranks), groups[0], groups[1], faster, tuple(groups))
+    # Not torch's new_group: made again for the same ranks it finds the addresses of the group that was destroyed.
+    store = PrefixStore(f"lowtide/{'-'.join(map(str, ranks))}", dist.distributed_c10d._get_default_store())  # noqa: SLF001
+    channels = _within(
+        timeout + 5.0,
+        f"rank {dist.get_rank(group)} cannot connect to its peers",
+        lambda: _gloo(store, ranks.index(dist.get_rank()), len(ranks), timeout),
+    )
+    if device is None and backend != "nccl":
+        return channels
+    made = new_group(backend)
+    # The index is looked up here: the background thread has a current device of its own.
+    faster = DeviceGroup(made, torch.device(device or f"cuda:{torch.cuda.current_device()}"))
+    return replace(channels, device=faster, groups=(made,))
 
 
 def _within(seconds: float, what: str, work: Callable[[], T]) -> T:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -47,10 +48,10 @@ class Sharded:
         # said to every owner, since each of them waits for a message from all
         if signal is None:
             return Leg(Scatter(tuple(self.up.abstain(shard.grid, turn) for shard in shards)))
-        payloads = tuple(self.up.encode(signal[shard.index], shard.grid, turn) for shard in shards)
+        payloads = tuple(self.up.encode(shard.cut(signal), shard.grid, turn) for shard in shards)
         # decoded as owners will: the residual then keeps exactly what they did not get
         sent = [self.up.decode(payload, shard.grid, turn) for payload, shard in zip(payloads, shards, strict=True)]
-        index = [shard.index[_positions(part)] for part, shard in zip(sent, shards, strict=True)]
+        index = [shard.place(_positions(part)) for part, shard in zip(sent, shards, strict=True)]
         return Leg(Scatter(payloads), {"value": torch.cat([part.value for part in sent]), "index": torch.cat(index)})
 
     def advance(
@@ -64,7 +65,7 @@ class Sharded:
             for rank, payload in zip(inbox.ranks, inbox.payloads, strict=True)
         ]
         index = torch.cat(
-            [shards[rank].index[_positions(part)] for rank, part in zip(inbox.ranks, decoded, strict=True)]
+            [shards[rank].place(_positions(part)) for rank, part in zip(inbox.ranks, decoded, strict=True)]
         )
         # owners hold every n-th tile, so their positions interleave, and they have to ascend
         order = index.argsort()
@@ -95,13 +96,44 @@ class Sharded:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """One owner's part of a grid: its own grid, and where each of its elements lies in the whole."""
+    """One owner's part of a grid: every `owners`-th tile of each group, and some tensors of the tail.
+
+    A row of `stretches` says where a stretch of the shard's buffer comes from: its first element, the first element in
+    the whole buffer, the elements of a tile, and how far its tiles lie apart in the whole.
+    """
 
     grid: Grid
-    index: Tensor
+    stretches: Tensor
+
+    def cut(self, signal: Tensor) -> Tensor:
+        """The shard's part of a whole buffer."""
+        rows = self.stretches.tolist()
+        stops = [*(row[0] for row in rows[1:]), self.grid.size]
+        # an owner may have nothing, where there are fewer tiles than owners
+        if not rows:
+            return signal[:0]
+        parts = [
+            signal.as_strided(((stop - start) // span, span), (apart, 1), signal.storage_offset() + first).flatten()
+            for (start, first, span, apart), stop in zip(rows, stops, strict=True)
+        ]
+        return torch.cat(parts)
+
+    def place(self, positions: Tensor) -> Tensor:
+        """Where positions of the shard lie in the whole: arithmetic, since a table would be as large as the model."""
+        if not len(positions):
+            return positions
+        row = torch.searchsorted(self.stretches[:, 0].contiguous(), positions, right=True) - 1
+        start, first, span, apart = self.stretches[row].unbind(1)
+        inside = positions - start
+        return first + inside // span * apart + inside % span
+
+    @property
+    def index(self) -> Tensor:
+        """Where each element of the shard lies in the whole."""
+        return self.place(torch.arange(self.grid.size))
 
 
-# the indices are as many as the model's elements, and the same at every event
+# geometry only, and the same at every event
 @lru_cache(maxsize=32)
 def split(grid: Grid, owners: int) -> tuple[Shard, ...]:
     """Deal the tiles of every group out in turn; the tail goes to the owners in one piece a tensor."""
@@ -110,7 +142,7 @@ def split(grid: Grid, owners: int) -> tuple[Shard, ...]:
 
 def _shard(grid: Grid, owner: int, owners: int) -> Shard:
     groups: list[Tiles] = []
-    index: list[Tensor] = []
+    stretches: list[tuple[int, int, int, int]] = []
     offset = 0
     for group in grid.groups:
         # dealt out like cards, so that every owner has a share of each tensor
@@ -126,15 +158,19 @@ def _shard(grid: Grid, owner: int, owners: int) -> Shard:
             Tiles(offset, len(mine), group.rows, group.cols, numbers + first, group.valid[mine],
                   (group.edges[edge] - owner) // owners, group.mask[edge])
         )  # fmt: skip
-        index.append((mine[:, None] * group.span + torch.arange(group.span) + group.offset).flatten())
+        stretches.append((offset, group.offset + owner * group.span, group.span, owners * group.span))
         offset = groups[-1].stop
-    starts = torch.tensor([0, *grid.tail]).cumsum(0) + grid.body
+    starts = list(accumulate(grid.tail, initial=grid.body))
     tails = [number for number in range(len(grid.tail)) if number % owners == owner]
-    index += [torch.arange(int(starts[number]), int(starts[number + 1])) for number in tails]
-    whole = torch.cat(index) if index else torch.zeros(0, dtype=torch.int64)
+    for number in tails:
+        # a tensor without elements has no place
+        if grid.tail[number]:
+            stretches.append((offset, starts[number], grid.tail[number], grid.tail[number]))
+            offset += grid.tail[number]
     # equal shapes of different owners are different shards: their payloads must not be taken for each other
     origin = grid.identity + owner.to_bytes(4, "little")
-    return Shard(Grid(tuple(groups), tuple(grid.tail[number] for number in tails), origin), whole)
+    part = Grid(tuple(groups), tuple(grid.tail[number] for number in tails), origin)
+    return Shard(part, torch.tensor(stretches, dtype=torch.int64).view(-1, 4))
 
 
 def _positions(part: Coefficients) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lowtide.errors import ConfigError
 from lowtide.sync.exchange import masked
 from lowtide.sync.merge import rebase
 from lowtide.sync.methods.diloco import diloco
@@ -18,13 +19,13 @@ def sparta(
     delay: int = 0,
     seed: int = 0,
     diloco_period: int | None = None,
-    outer_lr: float = 0.7,
-    momentum: float = 0.9,
+    outer_lr: float | None = None,
+    momentum: float | None = None,
 ) -> Method:
     """Every `period` steps the positions of a shared random mask take the replicas' mean; no index travels.
 
     What arrives is applied as a difference, so a `delay` loses no step. With `diloco_period` a DiLoCo plan runs beside
-    it, whose anchor SPARTA leaves alone; its rounds can then be much rarer.
+    it (`outer_lr` 0.7 and `momentum` 0.9 unless given), whose anchor SPARTA leaves alone; its rounds can then be rarer.
 
     State: nothing (anchor, momentum: 2 P with DiLoCo). Payload: 4 density P bytes an event.
 
@@ -38,11 +39,26 @@ def sparta(
         outer=assign_delta(),
         merge=rebase(),
     )
-    beside = () if diloco_period is None else diloco(period=diloco_period, outer_lr=outer_lr, momentum=momentum).plans
-    options = {"density": density, "period": period, "delay": delay, "seed": seed, "diloco_period": diloco_period}
-    # shown only where they act
+    beside = _beside(diloco_period, outer_lr, momentum)
+    own = {"density": density, "period": period, "delay": delay, "seed": seed, "diloco_period": diloco_period}
+    options: dict[str, object] = dict(own)
     if beside:
-        options |= {"outer_lr": outer_lr, "momentum": momentum}
-    return Method(
-        "sparta", (plan, *beside), options, "SPARTA (exogym)", "anchor, momentum" if beside else "none (private)"
-    )
+        # rate and momentum are shown only where they act
+        options |= {"outer_lr": beside.options["outer_lr"], "momentum": beside.options["momentum"]}
+    plans = (plan, *beside.plans) if beside else (plan,)
+    state = "anchor, momentum" if beside else "none (private)"
+    return Method("sparta", plans, options, "SPARTA (exogym)", state)
+
+
+def _beside(period: int | None, outer_lr: float | None, momentum: float | None) -> Method | None:
+    """The DiLoCo that runs beside, if any."""
+    if period is not None:
+        # DiLoCo's usual pair
+        rate, mu = 0.7 if outer_lr is None else outer_lr, 0.9 if momentum is None else momentum
+        return diloco(period=period, outer_lr=rate, momentum=mu)
+    if (outer_lr, momentum) != (None, None):
+        raise ConfigError(
+            f"outer_lr={outer_lr}, momentum={momentum} belong to a DiLoCo plan, and there is none\n"
+            "hint: give diloco_period too"
+        )
+    return None
