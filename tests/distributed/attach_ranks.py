@@ -48,6 +48,24 @@ def over_one_transport(names: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+def attached_again(_size: int) -> dict[str, Any]:
+    """Three sessions one after the other, each with a transport of its own from the launcher's variables."""
+    return {str(time_): trained("decoupled") for time_ in range(3)}
+
+
+def subgroup_again(_size: int) -> dict[str, Any]:
+    """The same for a transport over one half of the user's own group."""
+    dist.init_process_group("gloo")
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    found = {}
+    for time_ in range(2):
+        transport = ProcessGroup(halves[dist.get_rank() // 2], timeout=20.0)
+        found[str(time_)] = trained("decoupled", transport)
+        transport.close()
+    dist.destroy_process_group()
+    return found
+
+
 def every_method(_size: int) -> dict[str, Any]:
     """All that there is."""
     return over_one_transport(METHODS)
@@ -223,9 +241,11 @@ def saved(size: int) -> dict[str, Any]:
     return {"whole": whole[:2], "resumed": [second.sync.fingerprint(), second.digest()], "size": size}
 
 
-SCENARIOS = {
-    each.__name__: each for each in (every_method, some_methods, mismatched, default_group, left_by_one, islands, saved)
-}
+SCENES = (
+    *(every_method, some_methods, mismatched, default_group, left_by_one, islands, saved),
+    *(attached_again, subgroup_again),
+)
+SCENARIOS = {each.__name__: each for each in SCENES}
 
 
 def free_port() -> int:

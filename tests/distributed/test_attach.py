@@ -64,6 +64,15 @@ def test_a_loop_of_any_number_of_processes_is_the_simulated_one(ranks, size):
     assert len({json.dumps([run[:2] for run in each.values()]) for each in seen.values()}) == 1
 
 
+@pytest.mark.parametrize(("scenario", "size"), [("attached_again", 2), ("subgroup_again", 4)])
+def test_a_process_may_attach_again(ranks, scenario, size):
+    seen, _ = ranks(scenario, size)
+    assert len(seen) == size
+    for found in seen.values():
+        # the same loop from the same start, whatever ran before it
+        assert len({json.dumps(run) for run in found.values()}) == 1
+
+
 @pytest.mark.faults
 def test_a_killed_process_is_named_and_the_others_are_as_before_the_round(ranks):
     """The ranks themselves compare parameters and state, and fail if they differ."""

@@ -144,3 +144,15 @@ def test_other_shapes_are_refused_with_the_name(shape_list, message):
 def test_equal_names_are_refused():
     with pytest.raises(ModelError, match="share a name: w"):
         Layout.build([Entry("w", (2, 2)), Entry("w", (3, 3))], tile(64))
+
+
+def test_what_16_bits_lose_of_a_buffer_is_added_and_nothing_where_they_lose_nothing():
+    entries = [Entry("half", (70, 70), dtype=torch.bfloat16), Entry("full", (70, 64)), Entry("b", (5,), "vector")]
+    layout = Layout.build(entries, tile(64))
+    exact = [torch.randn(entry.shape) for entry in entries]
+    lost = layout.grid.zeros()
+    layout.add_rounding(layout.gather(exact), lost, 2.0)
+    back = [torch.empty_like(tensor) for tensor in exact]
+    layout.scatter(lost, back)
+    torch.testing.assert_close(back[0], 2 * (exact[0] - exact[0].bfloat16().float()))
+    assert not back[1].any() and not back[2].any() and back[0].any()

@@ -371,3 +371,9 @@ def test_more_replicas_see_more_data():
 
     losses = [simulate(worker, replicas=replicas).returns[0] for replicas in (1, 8)]
     assert all(after < before for before, after in pairwise(losses))
+
+
+def test_a_rule_that_takes_its_own_share_for_one_of_n_refuses_weights():
+    model = nn.Linear(4, 4)
+    with pytest.raises(ConfigError, match=r"eager uses its own part as 1/N .*\nhint: leave out weight, or use diloco"):
+        attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "eager", weight=2.0)
