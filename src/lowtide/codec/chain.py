@@ -145,11 +145,10 @@ class Chain:
         positions, sections, blocks = index.cpu().numpy(), [], []
         for group in grid.groups:
             first, last = np.searchsorted(positions, [group.offset, group.stop])
-            inside = positions[first:last] - group.offset
+            inside = positions[first:last] - group.offset if group.offset else positions[first:last]
             counts, span = self._runs(group, len(inside))
             # counted from the start of its run, a position takes the fewest bits
-            base = np.repeat(np.arange(len(counts), dtype=np.int64) * span, counts)
-            block = encode_index(inside - base, counts, span)
+            block = encode_index(within_runs(inside, span) if len(counts) > 1 else inside, counts, span)
             sections.append(Section(block.coding, block.parameter, len(inside), len(block.data)))
             blocks.append(block.data)
         return sections, blocks
@@ -170,23 +169,25 @@ class Chain:
             raise PayloadError(
                 f"{len(sections)} sections with {header.count} values for {len(grid.groups)} groups of tiles"
             )
-        found = []
+        found = [torch.zeros(0, dtype=torch.int64)]
         for group, section in zip(grid.groups, sections, strict=True):
-            counts, span = self._runs(group, section.count)
-            if (
-                # refused before any memory is set aside for what is claimed
-                section.nbytes > len(body)
-                or section.count != int(counts.sum())
-                or section.count > group.count * group.span
-            ):
-                raise PayloadError(f"a section of {section.count} positions in {section.nbytes} bytes does not fit")
-            local = decode_index(
-                IndexBlock(section.coding, section.parameter, bytes(body[: section.nbytes])), counts, span
-            )
-            local += np.repeat(np.arange(len(counts), dtype=np.int64) * span + group.offset, counts)
-            found.append(torch.from_numpy(local))
+            found.append(self._section(group, section, body))
             body = body[section.nbytes :]
-        return (torch.cat(found) if found else torch.zeros(0, dtype=torch.int64)), body
+        # one group of tiles is the rule, and its positions are large
+        return (found[1] if len(found) == 2 else torch.cat(found)), body
+
+    def _section(self, group: Tiles, section: Section, body: memoryview) -> Tensor:
+        """The positions of one group, from the front of the bytes that are left."""
+        counts, span = self._runs(group, section.count)
+        # refused before any memory is set aside for what is claimed
+        fits = section.nbytes <= len(body) and section.count == int(counts.sum())
+        if not fits or section.count > group.count * group.span:
+            raise PayloadError(f"a section of {section.count} positions in {section.nbytes} bytes does not fit")
+        block = IndexBlock(section.coding, section.parameter, bytes(body[: section.nbytes]))
+        positions = decode_index(block, counts, span, behind=True)
+        if group.offset:
+            positions += group.offset
+        return torch.from_numpy(positions)
 
     def _runs(self, group: Tiles, count: int) -> tuple[np.ndarray, int]:
         """Runs of positions that are coded each on its own: how many in each, and over how many positions."""
@@ -194,6 +195,17 @@ class Chain:
         if fixed is None:
             return np.array([count], dtype=np.int64), group.count * group.span
         return fixed.numpy(), group.span
+
+
+def within_runs(positions: np.ndarray, span: int) -> np.ndarray:
+    """Positions counted from the start of their runs of equal length; narrow and without a division where it can be.
+
+    >>> within_runs(np.array([1, 64, 130]), 64).tolist()
+    [1, 0, 2]
+    """
+    if span & (span - 1) == 0 and span <= 1 << 16:
+        return positions.astype(np.uint16) & np.uint16(span - 1)
+    return positions % span
 
 
 def chain(*parts: Transform | Selector | Quantizer, tail: str | None = None, chunker: Chunker | None = None) -> Chain:

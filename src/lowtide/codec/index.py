@@ -72,20 +72,23 @@ def encode_index(index: Integers, counts: Integers, span: int) -> IndexBlock:
     return IndexBlock(coding, 0, runs.bitmap(index))
 
 
-def decode_index(block: IndexBlock, counts: Integers, span: int) -> NDArray[np.int64]:
-    """The positions again, each inside its run; `PayloadError` for all bytes that are no canonical coding.
+def decode_index(block: IndexBlock, counts: Integers, span: int, *, behind: bool = False) -> NDArray[np.int64]:
+    """The positions again; `PayloadError` for all bytes that are no canonical coding.
+
+    Each is counted inside its run, or from the start of the first one, if runs lie one `behind` the other.
 
     >>> counts = np.array([3, 2])
     >>> decode_index(encode_index(np.array([3, 9, 40, 0, 63]), counts, 64), counts, 64).tolist()
     [3, 9, 40, 0, 63]
     """
     runs = _Runs.of(counts, span)
-    if block.coding == Coding.PACKED and block.parameter == runs.width:
-        return runs.unpack(block.data)
     if block.coding == Coding.RICE and 1 <= block.parameter <= MAX_DIVISOR:
-        return runs.undo_gaps(block.data, block.parameter)
+        return runs.undo_gaps(block.data, block.parameter, behind=behind)
+    base = runs.bases() if behind else np.int64(0)
+    if block.coding == Coding.PACKED and block.parameter == runs.width:
+        return runs.unpack(block.data) + base
     if block.coding == Coding.BITMAP and block.parameter == 0:
-        return runs.unbitmap(block.data)
+        return runs.unbitmap(block.data) + base
     raise PayloadError(f"no coding of positions: coding={block.coding}, parameter={block.parameter}, span={span}")
 
 
@@ -160,14 +163,15 @@ class _Runs:
             raise ConfigError(f"positions must ascend in each run and lie in [0, {self.span})")
         return gaps
 
-    def undo_gaps(self, data: bytes, divisor: int) -> NDArray[np.int64]:
+    def undo_gaps(self, data: bytes, divisor: int, *, behind: bool) -> NDArray[np.int64]:
         """Positions from the three streams of gaps.
 
         The `j`-th one of `unary` stands at place `j` plus the sum of the quotients so far. So with a running sum of
         `remainder - (divisor - 1)`, the sum of all gaps so far plus their number is `divisor * (place + 1) + running`.
         What a run adds to it is known before the running sum is made, and taken off where the next one starts.
         """
-        counts = self.counts[self.counts > 0]
+        filled = np.flatnonzero(self.counts)
+        counts = self.counts[filled]
         places, remainders = _read_streams(data, self.total, divisor, int(((self.span - counts) // divisor).sum()))
         if self.total == 0:
             return places
@@ -181,6 +185,10 @@ class _Runs:
         ends = np.diff(index[starts + counts - 1], prepend=0) + np.add.reduceat(running, starts)
         if int(ends.max()) > self.span:
             raise PayloadError(f"a position is {int(ends.max()) - 1}, but a run has {self.span}")
+        if behind:
+            # the same sum then runs on from tile to tile: a second pass over all positions is saved
+            running[starts[1:]] += np.diff(filled) * self.span
+            running[0] += filled[0] * self.span
         running[starts[1:]] -= ends[:-1]
         running[0] -= 1
         index += np.cumsum(running, out=running)

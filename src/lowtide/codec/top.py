@@ -43,12 +43,17 @@ def largest(tiles: Tensor, counts: Tensor, padding: Padding | None = None) -> Te
             )
         return _block(magnitude, wanted[start : start + BLOCK]) + start * tiles.shape[1]
 
-    if len(starts) < 2 or torch.get_num_threads() == 1:
+    threads = min(torch.get_num_threads(), len(starts))
+    if threads < 2:
         found = [work(start) for start in starts]
     else:
-        # numpy leaves the interpreter's lock while it works, so threads do run side by side
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            found = list(pool.map(work, starts))
+        # numpy leaves the interpreter's lock while it works, so threads do run side by side; each has one long share,
+        # since handing over costs more than a block takes
+        shares = [starts[len(starts) * i // threads : len(starts) * (i + 1) // threads] for i in range(threads)]
+        with ThreadPoolExecutor(threads) as pool:
+            found = [
+                part for parts in pool.map(lambda share: [work(start) for start in share], shares) for part in parts
+            ]
     return torch.from_numpy(np.concatenate(found)) if found else torch.zeros(0, dtype=torch.int64)
 
 
@@ -62,12 +67,15 @@ def _block(magnitude: np.ndarray, wanted: np.ndarray) -> np.ndarray:
         rows = magnitude if same.all() else magnitude[same]
         bound[same] = np.partition(rows, place, axis=1)[:, place]
     keep = magnitude >= bound[:, None]
-    # seldom more than a few: equal magnitudes are rare, but for zeros
+    found = np.flatnonzero(keep)
+    # no tile has fewer than it wants, so if there are not too many in all, none has more
+    if len(found) == wanted.sum():
+        return found
+    # seldom more than a few tiles: equal magnitudes are rare, but for zeros
     tied = np.flatnonzero(keep.sum(1, dtype=np.int32) != wanted)
-    if len(tied):
-        over, at = magnitude[tied] > bound[tied, None], magnitude[tied] == bound[tied, None]
-        room = wanted[tied] - over.sum(1)
-        keep[tied] = over | (at & (at.cumsum(1) <= room[:, None]))
+    over, at = magnitude[tied] > bound[tied, None], magnitude[tied] == bound[tied, None]
+    room = wanted[tied] - over.sum(1)
+    keep[tied] = np.where(wanted[tied, None] > 0, over | (at & (at.cumsum(1) <= room[:, None])), False)
     return np.flatnonzero(keep)
 
 
