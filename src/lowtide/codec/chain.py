@@ -146,7 +146,7 @@ class Chain:
         for group in grid.groups:
             first, last = np.searchsorted(positions, [group.offset, group.stop])
             inside = positions[first:last] - group.offset if group.offset else positions[first:last]
-            counts, span = self._runs(group, len(inside))
+            counts, span = _runs(self.select, group, len(inside))
             # counted from the start of its run, a position takes the fewest bits
             block = encode_index(within_runs(inside, span) if len(counts) > 1 else inside, counts, span)
             sections.append(Section(block.coding, block.parameter, len(inside), len(block.data)))
@@ -178,7 +178,7 @@ class Chain:
 
     def _section(self, group: Tiles, section: Section, body: memoryview) -> Tensor:
         """The positions of one group, from the front of the bytes that are left."""
-        counts, span = self._runs(group, section.count)
+        counts, span = _runs(self.select, group, section.count)
         # refused before any memory is set aside for what is claimed
         fits = section.nbytes <= len(body) and section.count == int(counts.sum())
         if not fits or section.count > group.count * group.span:
@@ -189,12 +189,13 @@ class Chain:
             positions += group.offset
         return torch.from_numpy(positions)
 
-    def _runs(self, group: Tiles, count: int) -> tuple[np.ndarray, int]:
-        """Runs of positions that are coded each on its own: how many in each, and over how many positions."""
-        fixed = self.select.counts(group)
-        if fixed is None:
-            return np.array([count], dtype=np.int64), group.count * group.span
-        return fixed.numpy(), group.span
+
+def _runs(select: Selector, group: Tiles, count: int) -> tuple[np.ndarray, int]:
+    """Runs of positions that are coded each on its own: how many in each, and over how many positions."""
+    fixed = select.counts(group)
+    if fixed is None:
+        return np.array([count], dtype=np.int64), group.count * group.span
+    return fixed.numpy(), group.span
 
 
 def within_runs(positions: np.ndarray, span: int) -> np.ndarray:
