@@ -93,6 +93,9 @@ def test_a_delay_moves_only_the_landing():
     [
         (lambda: every(0), "period must be a whole number of at least 1, not 0"),
         (lambda: every(2.5), "period must be a whole number of at least 1, not 2.5"),
+        (lambda: every("20"), "period must be a whole number of at least 1, not '20'"),
+        (lambda: every(float("nan")), "period must be a whole number of at least 1, not nan"),
+        (lambda: every(float("inf")), "period must be a whole number of at least 1, not inf"),
         (lambda: every(5, delay=-1), "delay must be a whole number of at least 0, not -1"),
         (lambda: every(5, delay=5), "delay must be shorter than the period: delay=5, period=5"),
         (lambda: switch(-1, 5), "start must be"),

@@ -106,12 +106,16 @@ class OneLate:
 
 
 def _steps(name: str, value: int, least: int = 1) -> int:
+    try:
+        whole = int(value)
+    except (TypeError, ValueError, OverflowError):  # text, NaN, infinity
+        whole = least - 1
     # 20.0 out of a file means 20; 20.5 is a mistake
-    if value != int(value) or value < least:
+    if whole != value or whole < least:
         raise ConfigError(
             f"{name} must be a whole number of at least {least}, not {value!r}\nhint: it counts optimizer steps"
         )
-    return int(value)
+    return whole
 
 
 def every(period: int, *, delay: int = 0) -> When:
