@@ -116,13 +116,14 @@ def machine() -> Record:
 
 
 def _commit() -> str | None:
-    if "BENCH_COMMIT" in os.environ:  # for a machine that has the tree without its history
-        return os.environ["BENCH_COMMIT"]
     try:
-        asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
+        head, changed = (
+            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "src"])
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
-    return asked.stdout.strip()
+    return f"{head}+changes" if changed else head
 
 
 def _source_digest() -> str:

@@ -37,8 +37,12 @@ class Estimator(Protocol):
 
 @dataclass(frozen=True)
 class Norm:
-    """mean ||u||^2: one number. Over by N/(N-1) when drifts are orthogonal, as they nearly are early in training."""
+    """mean ||u||^2: one number. Over by N/(N-1) when drifts are orthogonal, as they nearly are early in training.
 
+    With `largest` it is max ||u||^2 instead: nothing is under the mean, so it is never under Var either.
+    """
+
+    largest: bool = False
     directed: bool = False
 
     def numbers(self, size: int) -> int:
@@ -48,24 +52,7 @@ class Norm:
         return square(drift)[None]
 
     def spread(self, states: Tensor) -> float:
-        return float(states.mean())
-
-
-@dataclass(frozen=True)
-class Largest:
-    """max ||u||^2: one number."""
-
-    directed: bool = False
-
-    def numbers(self, size: int) -> int:
-        return 1
-
-    def state(self, drift: Tensor, direction: Tensor | None) -> Tensor:
-        return square(drift)[None]
-
-    def spread(self, states: Tensor) -> float:
-        # the largest cannot be under the mean, and nothing is taken off: never under Var
-        return float(states.max())
+        return float(states.max() if self.largest else states.mean())
 
 
 @dataclass(frozen=True)
@@ -160,7 +147,7 @@ def sketch(rows: int = 5, columns: int = 250, *, seed: int = 0) -> Estimator:
 def estimator(name: str) -> Estimator:
     """`linear`, `norm`, `sketch`, `max_norm` or `exact`."""
     known: dict[str, Estimator] = {
-        "linear": Linear(), "norm": Norm(), "sketch": Sketch(), "max_norm": Largest(), "exact": Exact(),
+        "linear": Linear(), "norm": Norm(), "sketch": Sketch(), "max_norm": Norm(largest=True), "exact": Exact(),
     }  # fmt: skip
     if name not in known:
         raise unknown("estimator", name, known)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -89,12 +90,7 @@ def attach(  # noqa: PLR0913 (one call is all that a user's loop needs to know)
     parameters = _checked(model)
     optimizers = _optimizers(optimizer)
     owned(parameters, optimizers)
-    weigh = _asked(weight)
-    if weight is not None and any(isinstance(plan.outer, Eager) for plan in method.plans):
-        raise ConfigError(
-            f"{method.name} uses its own part as 1/N of the mean, so replicas cannot weigh differently\n"
-            "hint: leave out weight, or use diloco"
-        )
+    weigh = _weighed(method, weight)
     cut = pieces(method, entries(model, parameters), overrides or {})
     slot = current_replica()
     meter = Meter(transport or _found(settings))
@@ -102,18 +98,12 @@ def attach(  # noqa: PLR0913 (one call is all that a user's loop needs to know)
     rounds = [] if meter.size == 1 and settings.alone == "plain" else _rounds(cut, meter)
     # a simulation's transport serves all sessions of its replica
     ours = transport is None and slot is None
-    try:
+    device = local(next(iter(parameters.values()))).device
+    with _failing_aloud(meter, ours=ours):
         if meter.size > 1:
             agree(meter, model, rounds, _card(method, overrides, buffers, settings), check=settings.start == "check")
         for round_ in rounds:
-            round_.start(replica, local(next(iter(parameters.values()))).device)
-    except BaseException as error:
-        # a disagreement is everybody's error; of any other the peers would not know
-        if not isinstance(error, AgreementError):
-            meter.abort(f"could not attach: {error!r}")
-        if ours:
-            meter.close()
-        raise
+            round_.start(replica, device)
     engine = Engine(rounds, replica, meter, weigh, meter.now)
     watch = Watch(model, parameters, optimizers)
     stepper = Stepper(model, watch, method, engine, meter, buffers, Check(settings.check_every), on_round)
@@ -135,6 +125,30 @@ def attach(  # noqa: PLR0913 (one call is all that a user's loop needs to know)
     count = sum(parameter.numel() for parameter in parameters.values())
     logger.info("%s, replica %d of %d, %d parameters", method, meter.rank, meter.size, count)
     return session
+
+
+@contextmanager
+def _failing_aloud(meter: Meter, *, ours: bool) -> Iterator[None]:
+    """Tell the peers of an error that they would not know of, and close what was opened."""
+    try:
+        yield
+    except BaseException as error:
+        # a disagreement is everybody's error already
+        if not isinstance(error, AgreementError):
+            meter.abort(f"could not attach: {error!r}")
+        if ours:
+            meter.close()
+        raise
+
+
+def _weighed(method: Method, weight: Weight | None) -> Callable[[], float]:
+    """The weight as a function, where the method can weigh."""
+    if weight is not None and any(isinstance(plan.outer, Eager) for plan in method.plans):
+        raise ConfigError(
+            f"{method.name} uses its own part as 1/N of the mean, so replicas cannot weigh differently\n"
+            "hint: leave out weight, or use diloco"
+        )
+    return _asked(weight)
 
 
 def resolve(method: str | Method, options: Mapping[str, object]) -> Method:
